@@ -70,7 +70,7 @@ async def test_a_gpu_gives_the_bits_that_a_cpu_gives(codec: str) -> None:
     assert torch.equal(results[0], results[1])
 
 
-async def test_a_list_may_lie_on_both() -> None:
+async def test_a_list_may_have_tensors_on_gpu_and_cpu() -> None:
     lists = [[torch.full((50,), float(i), device="cuda"), torch.full((9,), float(i))] for i in range(2)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]

@@ -145,7 +145,7 @@ def test_offload_keeps_float32_on_the_host_for_parameters_of_half_precision(dtyp
 
 @pytest.mark.parametrize("delay", ["optimizer", "gradients"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_in_the_background_leave_all_with_the_same(delay: str, dtype: torch.dtype) -> None:
+def test_peers_with_background_steps_end_with_equal_parameters(delay: str, dtype: torch.dtype) -> None:
     models = [new_model(dtype=dtype), new_model(dtype=dtype)]
 
     def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
@@ -170,7 +170,7 @@ def test_steps_in_the_background_leave_all_with_the_same(delay: str, dtype: torc
 
 
 @pytest.mark.parametrize("half_params", [False, True])
-def test_a_grad_scaler_with_autocast(half_params: bool) -> None:
+def test_peers_with_autocast_and_grad_scalers_stay_equal(half_params: bool) -> None:
     """Its first scales are too large for float16, so batches are dropped until it has come down."""
     dtype = torch.float16 if half_params else torch.float32
     models = [new_model(dtype=dtype), new_model(dtype=dtype)]
@@ -197,7 +197,7 @@ def test_a_grad_scaler_with_autocast(half_params: bool) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in models[0].parameters())
 
 
-def test_a_cuda_graph_goes_on_to_write_where_the_optimizer_reads() -> None:
+def test_a_cuda_graph_replays_into_the_gradients_that_the_optimizer_reads() -> None:
     models = [new_model(), new_model()]
     capturing = threading.Lock()  # of all threads of a process one may capture at a time
 
@@ -318,7 +318,7 @@ def test_a_failed_step_leaves_its_gradients_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_model_that_is_moved_once_its_optimizer_is_made(offload: bool) -> None:
+def test_a_model_moved_to_the_gpu_after_its_optimizer_is_made_trains_as_in_one_process(offload: bool) -> None:
     models = [new_model("cpu"), new_model("cpu")]
 
     def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
@@ -348,7 +348,7 @@ def test_statistics_of_a_loaded_state_go_where_the_model_goes(make: Make) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_that_is_moved_in_the_midst_of_a_step() -> None:
+def test_gradients_of_a_model_that_moves_within_a_step_are_all_added_up() -> None:
     model = new_model("cpu")
     accumulator = GradientAccumulator(list(model.parameters()), ExtraTensors())
     gradients = []
@@ -384,7 +384,7 @@ def test_accelerate_moves_the_model_and_takes_the_optimizer() -> None:
         assert all(parameter.is_cuda and bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def test_a_model_on_two_kinds_of_device() -> None:
+def test_a_model_split_over_gpu_and_cpu_trains_as_in_one_process() -> None:
     def split_model() -> torch.nn.Module:
         model = new_model("cpu")
         model[0].cuda()  # type: ignore[index]

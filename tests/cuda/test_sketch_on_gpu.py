@@ -10,7 +10,7 @@ from manyhands.optim.run.drift import SUMMED_NUMEL, sketch_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu_and_on_several_devices(dtype: torch.dtype) -> None:
+def test_sketches_on_a_gpu_and_on_several_devices_equal_those_on_the_host(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = (3 * SUMMED_NUMEL + 1234, 7, 0, 1)
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]

@@ -31,7 +31,7 @@ def test_valid_inputs_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_does_harm(name: str) -> None:
+def test_mutated_inputs_cause_no_fault(name: str) -> None:
     session = Session(TARGETS[name], SEED)
     session.feed(int(NUM_INPUTS * session.target.weight))
     if session.finding is not None:
@@ -40,7 +40,7 @@ def test_no_input_does_harm(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*/*.bin")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_what_once_failed_does_no_more(path: Path) -> None:
+def test_inputs_that_once_failed_fail_no_more(path: Path) -> None:
     target = TARGETS[path.parent.name]
     assert path in corpus_of(target)
     assert fault_in(target, path.read_bytes()) is None
@@ -104,7 +104,9 @@ def target_of(run: object) -> Target:
         (fragile, False, None),
     ],
 )
-def test_what_counts_as_a_fault(run: object, traced: bool, fault: str | None) -> None:
+def test_memory_time_and_unprintable_messages_count_as_faults_and_expected_errors_do_not(
+    run: object, traced: bool, fault: str | None
+) -> None:
     target = target_of(run)
     found = fault_in(target, target.seeds[0], traced=traced)
     assert found is fault if fault is None else fault in str(found)
@@ -121,6 +123,6 @@ def test_a_finding_is_saved_and_replayed(tmp_path: Path, capsys: pytest.CaptureF
     assert "below zero" in capsys.readouterr().out
 
 
-def test_without_a_finding_it_reports_the_inputs_tried(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_findings_reports_the_inputs_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seconds", "0.1", "--target", "run-id"]) == 0
     assert "inputs tried" in capsys.readouterr().out

@@ -109,7 +109,7 @@ def test_accumulation_is_refused_before_a_sample_is_lost(num_batches: int) -> No
     assert "trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))" in str(raised.value)
 
 
-def test_two_backward_passes_of_a_plain_loop_are_its_own_business() -> None:
+def test_a_plain_loop_may_make_several_backward_passes_before_a_step() -> None:
     """``batch_size_per_step`` is what is behind a call of step()."""
     with peers(1) as (peer,):
         model = new_model()

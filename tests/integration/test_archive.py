@@ -53,7 +53,7 @@ def test_an_archive_is_fetched_once_and_used_like_a_folder(host: Host, tmp_path:
     assert len(host.requests) == 2
 
 
-def test_what_was_cut_is_resumed_also_by_a_second_start(
+def test_a_download_that_broke_off_is_resumed_by_the_next_start(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (host.folder / ARCHIVE).stat().st_size
@@ -84,7 +84,7 @@ def test_an_archive_of_another_digest_comes_from_the_next_mirror_or_is_refused(h
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "link"])
-def test_no_member_leaves_the_folder(host: Host, tmp_path: Path, name: str) -> None:
+def test_archive_members_outside_the_folder_are_refused(host: Host, tmp_path: Path, name: str) -> None:
     (host.folder / f"{ARCHIVE}.sha256").unlink()
     with tarfile.open(host.folder / ARCHIVE, "w:gz") as archive:
         member = tarfile.TarInfo(name)
@@ -101,7 +101,9 @@ def test_no_member_leaves_the_folder(host: Host, tmp_path: Path, name: str) -> N
     assert not Path("/outside").exists()
 
 
-def test_a_disk_that_is_too_small_is_said_before(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_the_download(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = (host.folder / ARCHIVE).stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, size))
     with pytest.raises(ConfigError, match=r"has [\d.]+ kB free, and [\d.]+ kB are needed .*--cache-dir"):
@@ -109,7 +111,7 @@ def test_a_disk_that_is_too_small_is_said_before(host: Host, tmp_path: Path, mon
     assert sum(path.stat().st_size for path in tmp_path.rglob("archive*") if path.is_file()) == 0
 
 
-def test_two_processes_fetch_it_once(host: Host, tmp_path: Path) -> None:
+def test_two_fetchers_of_one_archive_download_it_once(host: Host, tmp_path: Path) -> None:
     host.pause_s = 0.3
     found = []
     threads = [threading.Thread(target=lambda: found.append(unpacked([host.url], tmp_path))) for _ in range(2)]

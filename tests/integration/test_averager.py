@@ -92,7 +92,7 @@ async def test_the_bytes_of_a_round_are_those_of_the_values() -> None:
         assert 400_000 <= result.num_bytes_received < 402_000
 
 
-async def test_a_large_vector_over_tls() -> None:
+async def test_peers_average_a_large_vector_over_tls() -> None:
     numel = 10_000_000
     values = values_of(2, numel)
     tensors = [value.clone() for value in values]
@@ -129,7 +129,7 @@ async def test_a_list_of_mixed_tensors_keeps_its_shapes_dtypes_and_strides() -> 
             assert tensor.stride() == expected.stride()
 
 
-async def test_round_after_round() -> None:
+async def test_averagers_hold_the_mean_in_each_of_several_rounds() -> None:
     tensors = [torch.zeros(5) for _ in range(3)]
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers)]
@@ -145,7 +145,7 @@ async def test_round_after_round() -> None:
     assert len(ids) == 5
 
 
-async def test_who_comes_late_takes_part_in_the_next_round() -> None:
+async def test_a_peer_that_joins_late_takes_part_in_the_next_round() -> None:
     tensors = [torch.full((3,), float(i)) for i in range(3)]
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers[:2])]
@@ -159,7 +159,7 @@ async def test_who_comes_late_takes_part_in_the_next_round() -> None:
     assert_mean(tensors, torch.full((3,), (0.5 + 0.5 + 2) / 3).double())
 
 
-async def test_who_missed_rounds_is_in_the_next_one() -> None:
+async def test_a_peer_that_missed_rounds_takes_part_in_the_next_one() -> None:
     config = AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=10.0, min_span_bytes=4)
     tensors = [torch.full((3,), float(i)) for i in range(3)]
     async with sim_peers(3) as peers:
@@ -197,7 +197,7 @@ async def test_a_member_that_dies_costs_nobody_the_round() -> None:
     assert torch.equal(tensors[3], values[3]), "the tensors of who died are untouched"
 
 
-async def test_nobody_else_is_there() -> None:
+async def test_a_step_without_other_peers_commits_nothing_and_says_why() -> None:
     tensor = torch.ones(3)
     async with sim_peers(1) as peers:
         averager = await join(peers[0], [tensor])
@@ -209,7 +209,7 @@ async def test_nobody_else_is_there() -> None:
     assert torch.equal(tensor, torch.ones(3))
 
 
-async def test_the_others_do_not_step() -> None:
+async def test_a_step_that_no_other_peer_joins_commits_nothing() -> None:
     tensors = [torch.ones(3), torch.zeros(3)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers)]
@@ -233,7 +233,7 @@ async def test_a_leader_that_does_not_step_is_replaced() -> None:
         assert by_id[0].peer_id not in result.group
 
 
-async def test_a_round_number_out_of_a_hat_stops_nobody() -> None:
+async def test_a_liar_with_a_huge_round_number_does_not_stop_others() -> None:
     """A peer publishes the highest round number, or one that is not believed; the others average all the same."""
     tensors = [torch.full((3,), float(i)) for i in range(2)]
     async with sim_peers(3) as peers:
@@ -274,7 +274,7 @@ async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
     assert_mean(tensors, torch.full((3,), 1.5).double())
 
 
-async def test_weights_of_zero() -> None:
+async def test_a_member_of_weight_zero_gets_the_mean_and_all_zero_weights_are_an_error() -> None:
     tensors = [torch.full((3,), float(i)) for i in range(3)]
     tensors[1].fill_(float("nan"))  # must not travel
     async with sim_peers(3) as peers:
@@ -290,7 +290,7 @@ async def test_weights_of_zero() -> None:
     assert_mean(tensors, torch.full((3,), 1.5).double())
 
 
-async def test_tensors_that_differ_are_refused_at_the_door() -> None:
+async def test_an_averager_with_other_tensors_is_refused_when_it_is_made() -> None:
     async with sim_peers(2) as peers:
         averager = await join(peers[0], [torch.zeros(3), torch.zeros(2, dtype=torch.float16)])
         for others in ([torch.zeros(4)], [torch.zeros(3), torch.zeros(2)]):
@@ -331,7 +331,7 @@ async def test_tensors_on_a_gpu_stay_there() -> None:
         assert torch.equal(second.cpu(), torch.ones(3).half())
 
 
-async def test_of_two_that_differ_and_begin_at_once_one_stays() -> None:
+async def test_one_of_two_differing_averagers_that_begin_at_once_stays() -> None:
     async with sim_peers(2) as peers:
         outcomes = await asyncio.gather(
             *(join(peer, [torch.zeros(3 + i)]) for i, peer in enumerate(peers)), return_exceptions=True

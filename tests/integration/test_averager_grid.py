@@ -41,7 +41,7 @@ async def test_six_peers_in_groups_of_three_hold_the_weighted_mean_of_all() -> N
         await close_all(averagers)
 
 
-async def test_weights_of_zero_in_a_grid() -> None:
+async def test_a_grid_step_without_any_weight_raises_and_changes_no_tensor() -> None:
     async with sim_peers(4) as peers:
         tensors = [torch.full((10,), float(number)) for number in range(4)]
         averagers = [
@@ -59,6 +59,6 @@ async def test_weights_of_zero_in_a_grid() -> None:
 @pytest.mark.parametrize(
     ("size", "rule"), [(1, "at least 2"), (0, "at least 2"), (-3, "at least 2"), (4097, "at most 4096")]
 )
-def test_group_sizes_that_make_no_sense(size: int, rule: str) -> None:
+def test_group_sizes_out_of_bounds_are_refused(size: int, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"max_group_size={size} must be {rule}; for example 256"):
         replace(CONFIG, max_group_size=size)

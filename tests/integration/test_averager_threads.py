@@ -107,7 +107,7 @@ def test_closing_the_peer_in_an_exchange_ends_the_step_as_closing_the_averager_d
         other.close()
 
 
-def test_an_averager_that_its_program_has_lost_has_left_and_is_not_in_the_way(
+def test_a_garbage_collected_averager_leaves_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "manyhands.averaging")
@@ -120,7 +120,7 @@ def test_an_averager_that_its_program_has_lost_has_left_and_is_not_in_the_way(
     assert caplog.text.count("The Averager of run 'lost' is gone without close(): this peer leaves the run") == 3
 
 
-def test_an_averager_beside_an_optimizer_on_the_same_peers() -> None:
+def test_an_averager_and_an_optimizer_work_on_one_peer_and_two_optimizers_are_refused() -> None:
     """Each makes its rounds; a second optimizer on one peer is one error in words."""
     with peers(2) as both:
         trainers = [Trainer(peer, "training", 64, seed=number) for number, peer in enumerate(both)]

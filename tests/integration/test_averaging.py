@@ -193,7 +193,7 @@ async def test_a_run_of_clients_only_says_so_at_once() -> None:
             await members[0][0].average(torch.ones(5), 1.0)
 
 
-async def test_nobody_comes() -> None:
+async def test_a_round_to_which_nobody_comes_aborts() -> None:
     config = AveragingConfig(matchmaking_time_s=0.3, averaging_timeout_s=5.0)
     async with averagers(2, config=config) as members:
         leader = min(members, key=lambda member: member[2].peer_id)

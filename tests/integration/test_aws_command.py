@@ -78,7 +78,9 @@ def states(ec2: Any) -> list[str]:
     return [one["State"]["Name"] for one in instances(ec2) if one["State"]["Name"] != "terminated"]
 
 
-def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aws_up_creates_an_experiment_and_aws_down_deletes_all_of_it(
+    ec2: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([*UP, "--workers", "2", "--auxiliary", "1", "--", "--model", "albert-large-v2"]) == 0
     said = capsys.readouterr().out
     machines = instances(ec2, "running")
@@ -420,7 +422,7 @@ def test_a_dry_run_of_what_would_be_refused_is_no_success(ec2: Any, capsys: pyte
         (["down"], "--name"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_aws_commands_refuse_wrong_input_in_one_line(
     arguments: list[str], message: str, nobody: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["aws", *arguments]) == 2
@@ -447,7 +449,7 @@ def test_an_unknown_profile_is_one_line(
         ("Throttling", "AWS throttles this account, try again in a minute", 1),
     ],
 )
-def test_refusals_are_one_line(
+def test_errors_of_aws_are_told_in_one_line(
     code: str,
     message: str,
     exit_code: int,

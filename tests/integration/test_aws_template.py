@@ -46,7 +46,7 @@ def test_a_peer_announces_the_addresses_that_its_machine_has(public: str, announ
     ]  # fmt: skip
 
 
-def test_a_machine_is_set_up(tmp_path: Path) -> None:
+def test_the_boot_script_installs_and_starts_the_peer(tmp_path: Path) -> None:
     done = set_up(scripts_of(SHAPED_CLIENTS)["auxiliary"], tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -62,7 +62,7 @@ def test_a_machine_is_set_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mbit_s", "limit"), [(1, "rate 1mbit burst 65536 "), (2.5, "rate 2.5mbit"), (None, "")])
-def test_the_uplink_is_shaped_if_it_shall_be(mbit_s: float | None, limit: str, tmp_path: Path) -> None:
+def test_the_uplink_is_shaped_exactly_if_a_bandwidth_is_given(mbit_s: float | None, limit: str, tmp_path: Path) -> None:
     """A burst is never smaller than what the kernel sends at once."""
     words = words_of(scripts_of(experiment(bandwidth_mbit_s=mbit_s))["worker"], tmp_path)
     assert limit in (shaped := run(str(tmp_path / "opt/manyhands/bin/shape"), tmp_path).stdout)
@@ -93,7 +93,7 @@ def test_workers_in_client_mode_announce_nothing(tmp_path: Path) -> None:
     assert not run(str(tmp_path / "coordinator/opt/manyhands/bin/shape"), tmp_path / "coordinator").stdout
 
 
-def test_the_options_exist(tmp_path: Path) -> None:
+def test_the_command_line_accepts_what_the_machines_run(tmp_path: Path) -> None:
     """The command line takes what the machines are told to run."""
     from manyhands.cli.main import app
 

@@ -103,7 +103,7 @@ def memory_end() -> MemoryStream:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_bulk_stream_over_several_connections(kind: str) -> None:
+async def test_a_bulk_stream_over_several_connections_carries_its_bytes_both_ways(kind: str) -> None:
     num_bytes = 5 * (1 << 20) + 12_345
     async with endpoints(2, kind=kind) as (here, there):
         serve_echo(there)

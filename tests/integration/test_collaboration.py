@@ -183,7 +183,7 @@ def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
 # who steps alone, and who does not
 
 
-def test_a_peer_that_is_called_by_somebody_whom_it_cannot_see_does_not_step_alone() -> None:
+def test_a_peer_called_by_an_unseen_peer_does_not_step_alone() -> None:
     with peers(1) as (peer,):
         trainer = Trainer(peer, "called", 8)
 
@@ -224,7 +224,7 @@ def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() ->
         assert counts.samples_used == 16
 
 
-def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_reach() -> None:
+def test_trainers_go_on_without_a_branch_that_nobody_can_reach() -> None:
     """As when a leader commits and dies before anybody hears of it, except in its last record."""
     with peers(3) as (one, two, dead):
         trainers = [Trainer(peer, "stranded", 16) for peer in (one, two)]
@@ -236,7 +236,7 @@ def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_r
         assert trainers[0].optimizer.state_digest() == trainers[1].optimizer.state_digest()
 
 
-def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_that_gets_no_state_names_the_peers_that_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking_client, "MOMENT_S", 0.05)
     monkeypatch.setattr(blocking_client, "JOIN_S", 1.0)
     with peers(2) as (liar, peer):
@@ -412,7 +412,7 @@ def test_peers_that_train_other_parameters_do_not_fit() -> None:
         first.optimizer.close()
 
 
-def test_how_a_machine_computes_may_differ() -> None:
+def test_peers_may_use_foreach_or_not() -> None:
     with peers(2) as (one, two):
         trainers = [
             Trainer(one, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), foreach=True)),

@@ -183,7 +183,7 @@ def test_silent_hosts_of_an_archive_are_told_in_time(tmp_path: Path, monkeypatch
         assert time.monotonic() - began < fetching.START_PATIENCE_S
 
 
-def test_no_patience_left_is_no_endless_wait(tmp_path: Path) -> None:
+def test_mirrors_are_not_asked_once_the_time_limit_is_used_up(tmp_path: Path) -> None:
     with silent() as address:
         mirrors = Mirrors([f"http://{address}"], Fetcher(patience=fetching.Patience(0.0)))
         with pytest.raises(ConfigError, match="not asked"):

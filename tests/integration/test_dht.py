@@ -33,7 +33,7 @@ async def swarm() -> AsyncIterator[Swarm]:
 
 
 @pytest.mark.parametrize(("kind", "num_nodes"), [("memory", 12), ("tls", 3)])
-async def test_what_any_node_stores_every_node_finds(swarm: Swarm, kind: str, num_nodes: int) -> None:
+async def test_every_node_finds_the_record_that_any_node_stores(swarm: Swarm, kind: str, num_nodes: int) -> None:
     nodes = [await swarm.add(kind=kind) for _ in range(num_nodes)]
     for number, node in enumerate(nodes):
         own_id = swarm.endpoint_of(node).peer_id
@@ -62,7 +62,7 @@ async def test_a_record_is_at_the_nearest_peers_only(swarm: Swarm) -> None:
     assert [len(node._storage) for node in swarm.nearest("key")] == [1] * 5 + [0] * 7
 
 
-async def test_a_record_expires(swarm: Swarm) -> None:
+async def test_an_expired_record_is_not_read(swarm: Swarm) -> None:
     nodes = [await swarm.add() for _ in range(3)]
     await nodes[0].store("key", "short", 1.5, "short")
     await nodes[0].store("key", "long", TTL_S, "long")
@@ -141,7 +141,7 @@ async def test_a_newcomer_near_a_key_is_given_its_records(swarm: Swarm) -> None:
     assert should_hold <= held
 
 
-async def test_what_was_handed_over_is_not_sent_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_that_were_handed_over_are_not_sent_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [await swarm.add() for _ in range(4)]
     await nodes[0].store("key", "value", TTL_S)
     await nodes[0].refresh()

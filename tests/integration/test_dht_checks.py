@@ -55,7 +55,7 @@ def most_since(began: float) -> float:
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
-async def test_a_network_changes_so_many_signed_records_at_a_holder(swarm: Swarm, kind: str) -> None:
+async def test_a_network_changes_a_limited_number_of_signed_records_at_a_holder(swarm: Swarm, kind: str) -> None:
     holder = await swarm.add(kind=kind, host="127.0.1.1")
     attacker = await swarm.add(kind=kind, host=ATTACKER)
     records, began = signed(1), asyncio.get_running_loop().time()
@@ -84,7 +84,7 @@ async def test_a_peer_that_was_met_does_not_wait_for_the_others_of_its_network(s
     assert stranger_id not in held_by(holder)
 
 
-async def test_a_holder_makes_a_reader_check_so_many_changed_records(swarm: Swarm) -> None:
+async def test_a_holder_makes_a_reader_check_a_limited_number_of_changed_records(swarm: Swarm) -> None:
     """It shows them all; the reader takes random ones of strangers, keeps what it knows of the others, and takes all of
     the peers that it has met."""
     attacker = await swarm.add(host=ATTACKER)

@@ -25,7 +25,7 @@ async def swarm() -> AsyncIterator[Swarm]:
         yield swarm
 
 
-async def test_whoever_has_joined_knows_somebody_in_each_region_and_finds_the_nearest(swarm: Swarm) -> None:
+async def test_a_node_that_has_joined_knows_a_node_at_each_distance_and_stores_at_the_nearest(swarm: Swarm) -> None:
     points = {node: node_id(swarm.endpoint_of(node).peer_id) for node in swarm.nodes}
     for number, node in enumerate(swarm.nodes):
         there = {distance(points[node], points[other]).bit_length() for other in swarm.nodes[:number]}

@@ -227,7 +227,7 @@ async def test_all_addresses_of_an_ipv6_network_are_one_machine(swarm: Swarm, mo
     assert [await one for one in asking].count(TOO_MANY_REQUESTS) >= 10
 
 
-async def test_who_asks_too_often_is_refused_and_others_are_not(swarm: Swarm) -> None:
+async def test_a_peer_that_asks_too_often_is_refused_and_others_are_not(swarm: Swarm) -> None:
     limited = config(max_requests_per_s_of_peer=4.0)
     node = await swarm.add(config=limited)
     await swarm.add()

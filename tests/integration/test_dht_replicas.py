@@ -59,7 +59,7 @@ def lose_record(nodes: Sequence[DhtNode]) -> None:
         node._storage.__init__(CONFIG)  # type: ignore[misc]
 
 
-async def test_whoever_reads_and_writes_a_key_again_asks_its_holders_only(
+async def test_a_node_that_reads_and_writes_a_key_again_asks_its_holders_only(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, (node, *_) = await nodes_around(swarm, "key")
@@ -92,7 +92,7 @@ async def test_a_quick_read_asks_one_holder_and_another_the_next_time(
 
 
 @pytest.mark.parametrize("quickly", [False, True])
-async def test_whoever_takes_the_place_of_a_dead_holder_is_not_relied_on_before_it_has_the_records(
+async def test_readers_do_not_rely_on_a_new_holder_before_it_has_the_records(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch, quickly: bool
 ) -> None:
     holders, (heir, node, *_) = await nodes_around(swarm, "key")
@@ -112,7 +112,7 @@ async def test_whoever_takes_the_place_of_a_dead_holder_is_not_relied_on_before_
     assert counts["dht.find"] <= 3
 
 
-async def test_whoever_knows_all_peers_looks_nobody_up_to_write_a_key_and_asks_the_holders_only_to_read_it(
+async def test_a_node_that_knows_all_peers_writes_without_a_lookup_and_reads_from_the_holders_only(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holders, (node, reader, *_) = await nodes_around(swarm, "key")
@@ -233,7 +233,7 @@ async def test_writer_and_reader_follow_when_newcomers_come_nearer(
     assert await values(reader, "key") == {"": "after"}
 
 
-async def test_what_a_holder_shows_twice_counts_once(swarm: Swarm) -> None:
+async def test_a_record_that_a_holder_shows_twice_counts_once(swarm: Swarm) -> None:
     """It has half of the records; a read asks a majority first, and then all, and may ask it both times."""
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store_many([Entry("key", number, TTL_S, str(number)) for number in range(20)])

@@ -33,7 +33,7 @@ async def taken(here: Endpoint, there: Endpoint, num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_client_hands_out_bulk_to_whom_it_is_connected(kind: str) -> None:
+async def test_a_client_opens_a_bulk_stream_to_a_connected_peer_that_asks(kind: str) -> None:
     async with endpoints(2, kind=kind, clients=[1]) as (here, client):
         data = bytes(range(256)) * 100
         serve_data(client, data)
@@ -48,7 +48,7 @@ async def test_a_client_hands_out_bulk_to_whom_it_is_connected(kind: str) -> Non
         assert not client.was_reached, "nobody has dialled it"
 
 
-async def test_on_a_long_link_it_dials_several_connections() -> None:
+async def test_a_client_dials_several_connections_on_a_long_link() -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         data = bytes(range(256)) * 16384
         serve_data(client, data)
@@ -59,7 +59,7 @@ async def test_on_a_long_link_it_dials_several_connections() -> None:
         assert client.counters["asked_streams"] > 1
 
 
-async def test_what_it_does_not_take_is_refused_as_if_it_had_been_dialled() -> None:
+async def test_a_client_refuses_bulk_of_an_unknown_purpose_on_a_stream_that_it_dialled() -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
@@ -68,7 +68,7 @@ async def test_what_it_does_not_take_is_refused_as_if_it_had_been_dialled() -> N
         await until(lambda: not client._dial_back._num_of, "the stream is done with")
 
 
-async def test_it_dials_nobody_but_who_asks_and_only_where_it_has_reached_that_one() -> None:
+async def test_a_client_dials_back_only_the_asking_peer_at_an_address_where_it_reached_it() -> None:
     """Whatever addresses a peer announces: nobody has a client dial into the network that it is in."""
     async with endpoints(3, kind="tls", clients=[1]) as (here, client, victim):
         serve_echo(here)
@@ -85,7 +85,7 @@ async def test_it_dials_nobody_but_who_asks_and_only_where_it_has_reached_that_o
         assert client.counters["refused_asked_streams"] == 1
 
 
-async def test_a_peer_that_asks_without_end_has_only_so_many_streams() -> None:
+async def test_a_peer_that_asks_without_end_gets_a_limited_number_of_streams() -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         held = asyncio.Event()
 
@@ -145,7 +145,7 @@ async def test_a_peer_that_does_not_dial_either_is_told_with_its_address() -> No
             await here.open_bulk(there.peer_id, "data", b"please")
 
 
-async def test_one_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
@@ -158,7 +158,7 @@ async def test_one_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.Mo
         assert not client._dial_back._num_of
 
 
-async def test_a_client_that_is_lost_meanwhile_is_said_to_be() -> None:
+async def test_losing_the_client_during_its_dial_raises_peer_lost() -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")

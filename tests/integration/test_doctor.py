@@ -88,7 +88,7 @@ def failed(report: Report) -> list[str]:
 # good
 
 
-async def test_all_is_well() -> None:
+async def test_doctor_passes_a_healthy_swarm() -> None:
     async with coordinators(3) as peers:
         report = await examined(*map(address_of, peers))
         assert report.ok, list(lines_of(report))
@@ -102,7 +102,7 @@ async def test_all_is_well() -> None:
         assert all(peer.endpoint.counters["protocol_violations"] == 0 for peer in peers)
 
 
-async def test_it_counts_the_peers_and_is_in_no_table_itself() -> None:
+async def test_doctor_counts_the_peers_and_joins_no_routing_table() -> None:
     async with coordinators(5) as peers:
         report = await examined(address_of(peers[0]))
         assert report.ok
@@ -119,7 +119,7 @@ async def test_an_address_without_a_peer_id_is_followed_and_the_id_is_told() -> 
         assert str(address_of(peer)) in the(report, "identity").advice
 
 
-async def test_two_addresses_of_one_peer_are_no_island() -> None:
+async def test_doctor_takes_two_addresses_of_one_peer_for_one_swarm() -> None:
     async with coordinators(1) as (peer,):
         report = await examined(address_of(peer), f"localhost:{address_of(peer).port}")
         assert report.ok, list(lines_of(report))
@@ -130,7 +130,7 @@ async def test_two_addresses_of_one_peer_are_no_island() -> None:
 # one address that does not work
 
 
-async def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_such_name(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -147,7 +147,7 @@ async def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> 
     assert "spelt" in check.advice
 
 
-async def test_nothing_listens_there() -> None:
+async def test_doctor_reports_a_port_where_nothing_listens() -> None:
     with silent_port(listens=False) as address:
         report = await examined(address)
     assert failed(report) == ["tcp"]
@@ -158,7 +158,7 @@ async def test_nothing_listens_there() -> None:
 
 
 @pytest.mark.parametrize("serve", [answer_http, hang_up])
-async def test_a_server_of_something_else(serve: Callable[..., Any]) -> None:
+async def test_doctor_reports_a_server_that_does_not_speak_tls(serve: Callable[..., Any]) -> None:
     async with server_of(serve) as address:
         report = await examined(address)
     assert failed(report) == ["tls"]
@@ -166,7 +166,7 @@ async def test_a_server_of_something_else(serve: Callable[..., Any]) -> None:
     assert "HTTP" in the(report, "tls").advice
 
 
-async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
+async def test_doctor_reports_a_tls_server_that_is_no_peer(tmp_path: Path) -> None:
     async with server_of(hang_up, context_of_another_issuer(tmp_path, ssl.PROTOCOL_TLS_SERVER)) as address:
         report = await examined(address)
     assert failed(report) == ["tls"]
@@ -182,7 +182,7 @@ async def test_a_port_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyP
     assert "does not answer the TLS handshake" in the(report, "tls").detail
 
 
-async def test_another_protocol_version() -> None:
+async def test_doctor_reports_another_protocol_version() -> None:
     context = tls_contexts.server_context(identity_of(7))
     context.set_alpn_protocols(["manyhands/2"])
     async with server_of(hang_up, context) as address:
@@ -191,7 +191,7 @@ async def test_another_protocol_version() -> None:
     assert "not of protocol version manyhands/1" in the(report, "protocol").detail
 
 
-async def test_another_identity_answers() -> None:
+async def test_doctor_reports_that_another_identity_answers() -> None:
     async with coordinators(1) as (peer,):
         expected = identity_of(8).peer_id
         report = await examined(address_of(peer).with_peer(expected))
@@ -203,7 +203,7 @@ async def test_another_identity_answers() -> None:
     assert str(address_of(peer)) in check.advice
 
 
-async def test_the_identity_of_the_peer_itself() -> None:
+async def test_doctor_reports_an_initial_peer_with_the_identity_of_this_machine() -> None:
     async with coordinators(1) as (peer,):
         report = await Examination(initial_peers=[address_of(peer)], listen=[LOOPBACK]).run(identity_of(0))
     assert not failed(report)
@@ -214,7 +214,7 @@ async def test_the_identity_of_the_peer_itself() -> None:
 # the swarm
 
 
-async def test_two_islands() -> None:
+async def test_doctor_reports_two_initial_peers_that_do_not_see_each_other() -> None:
     async with coordinators(2, are_islands=True) as (first, second):
         report = await examined(address_of(first), address_of(second))
         assert failed(report) == ["coordinators"]
@@ -225,7 +225,7 @@ async def test_two_islands() -> None:
         assert not first.dht.contacts(), "the doctor did not make them known to each other"
 
 
-async def test_three_initial_peers_of_which_one_is_an_island() -> None:
+async def test_doctor_names_the_one_of_three_initial_peers_that_is_an_island() -> None:
     async with coordinators(2) as (first, second), coordinators(4, are_islands=True) as islands:
         report = await examined(address_of(first), address_of(second), address_of(islands[3]))
         split = [check for check in report.checks if check.check == "coordinators"]
@@ -236,7 +236,7 @@ async def test_three_initial_peers_of_which_one_is_an_island() -> None:
 # clocks
 
 
-async def test_the_clock_of_this_machine_is_off() -> None:
+async def test_doctor_reports_a_wrong_clock_of_this_machine() -> None:
     async with coordinators(2) as (first, second):
         report = await examined(address_of(first), address_of(second), wall_clock=lambda: time.time() + SKEW_S)
         assert failed(report) == ["clock", "clock"]
@@ -245,7 +245,7 @@ async def test_the_clock_of_this_machine_is_off() -> None:
         assert "do not agree with this machine either: set its clock (NTP)" in check.advice
 
 
-async def test_the_clock_of_one_peer_is_off() -> None:
+async def test_doctor_reports_a_wrong_clock_of_one_peer() -> None:
     async with coordinators(3, skews_s=[0.0, SKEW_S, 0.0]) as peers:
         report = await examined(*map(address_of, peers))
         assert failed(report) == ["clock"]
@@ -257,7 +257,7 @@ async def test_the_clock_of_one_peer_is_off() -> None:
 # being dialled
 
 
-async def test_a_firewall() -> None:
+async def test_doctor_reports_a_firewall_before_the_announced_port() -> None:
     """The announced port leads nowhere."""
     async with coordinators(2) as peers:
         with silent_port(listens=False) as closed:
@@ -270,14 +270,14 @@ async def test_a_firewall() -> None:
         assert "--announce" in check.advice
 
 
-async def test_somebody_else_is_at_the_announced_address() -> None:
+async def test_doctor_reports_another_peer_at_the_announced_address() -> None:
     async with coordinators(2) as (first, second):
         report = await examined(address_of(first), announce=[address_of(second)])
         assert failed(report) == ["dial_back"]
         assert "another peer answers" in the(report, "dial_back").detail
 
 
-async def test_who_only_dials_out_need_not_be_dialled() -> None:
+async def test_doctor_does_not_have_a_peer_in_client_mode_dialled_back() -> None:
     async with coordinators(1) as (peer,):
         report = await examined(address_of(peer), client_mode=True)
         assert report.ok
@@ -295,7 +295,7 @@ async def test_a_taken_port_is_named_and_the_rest_is_examined() -> None:
         assert the(report, "dht").ok
 
 
-async def test_a_peer_of_an_older_version_cannot_tell() -> None:
+async def test_doctor_skips_checks_that_an_older_peer_cannot_make() -> None:
     async with coordinators(1) as (peer,):
         for method in list(peer.endpoint._handlers):
             if method.startswith("reach."):

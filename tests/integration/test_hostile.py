@@ -53,7 +53,7 @@ async def drip(stream: Stream, data: bytes, pause_s: float) -> None:
     ],
     ids=["http", "noise", "a broken client hello", "zeros", "an alert"],
 )
-async def test_garbage_instead_of_a_handshake(sent: bytes) -> None:
+async def test_a_peer_serves_others_through_garbage_instead_of_handshakes(sent: bytes) -> None:
     loop = asyncio.get_running_loop()
     async with siege("tls") as scene:
         for _ in range(10):
@@ -114,7 +114,7 @@ async def test_calls_that_cannot_be_read_are_refused_and_counted(kind: str, body
 @pytest.mark.parametrize(
     "addresses", [["a"] * 100_000, ["/ip4/1.2.3.4/tcp/1" + "9" * 100_000] * 8, ["\x1b[2J\n"] * 1000]
 )
-async def test_a_hello_with_countless_addresses(kind: str, addresses: list[str]) -> None:
+async def test_a_hello_with_countless_addresses_is_cut_to_a_few(kind: str, addresses: list[str]) -> None:
     async with siege(kind) as scene:
         for _ in range(5):
             stream = await scene.dial()
@@ -202,7 +202,7 @@ async def test_connections_that_are_reset_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_flood_of_large_calls(kind: str) -> None:
+async def test_a_peer_serves_others_through_a_flood_of_large_calls(kind: str) -> None:
     loop = asyncio.get_running_loop()
     frame = encode_frame(request(1, "x" * 1_000_000))
     async with siege(kind) as scene:
@@ -218,7 +218,7 @@ async def test_a_flood_of_large_calls(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_flood_of_connections_of_one_peer(kind: str) -> None:
+async def test_a_peer_serves_others_through_a_flood_of_connections(kind: str) -> None:
     async with siege(kind) as scene:
         streams: list[Stream] = []
         for _ in range(40):
@@ -232,7 +232,7 @@ async def test_a_flood_of_connections_of_one_peer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("purpose", ["bulk", "unknown", "x" * 100_000])
-async def test_a_flood_of_bulk_streams(kind: str, purpose: str) -> None:
+async def test_a_peer_serves_others_through_a_flood_of_bulk_streams(kind: str, purpose: str) -> None:
     async with siege(kind) as scene:
         held: list[Stream] = []
 

@@ -75,7 +75,7 @@ async def test_a_name_is_held_to_the_addresses_that_it_stands_for(monkeypatch: p
         assert not dials
 
 
-async def test_a_hundred_records_do_not_make_a_peer_knock_at_a_third_party() -> None:
+async def test_a_hundred_records_cause_few_dials_to_a_third_party() -> None:
     async with dialler(ON_THE_INTERNET) as (endpoint, dials):
         for turn in range(10):
             places = [f"1.1.1.1:{2000 + 10 * turn + port}" for port in range(8)]
@@ -105,7 +105,7 @@ async def test_a_peer_may_name_its_own_local_address_from_there() -> None:
         assert dials == {"10.0.0.7": 1}
 
 
-async def test_those_that_are_found_at_a_host_do_not_use_up_its_dials() -> None:
+async def test_dials_that_succeed_do_not_use_up_the_dials_of_their_host() -> None:
     network = MemoryNetwork()
     async with dialler(ON_THE_INTERNET) as (endpoint, dials):
         endpoint._transport._network = network  # type: ignore[attr-defined]

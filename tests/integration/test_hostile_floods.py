@@ -39,7 +39,7 @@ FLOODS: dict[str, list[Frame]] = {
 
 @pytest.mark.parametrize("kind", ["tls"])
 @pytest.mark.parametrize("flood", FLOODS)
-async def test_a_flood_of_small_frames(kind: str, flood: str) -> None:
+async def test_a_peer_serves_others_through_a_flood_of_small_frames(kind: str, flood: str) -> None:
     """As fast as they are taken; what is answered is read."""
     loop = asyncio.get_running_loop()
     frames = b"".join(encode_frame(frame) for frame in FLOODS[flood])

@@ -38,7 +38,7 @@ def bounded_memory() -> Iterator[None]:
     [Ping(), request(1), request(1, "x" * 5_000), request(1, "x" * 300_000), request(1, method="none")],
     ids=["pings", "calls", "larger calls", "large calls", "calls without a method"],
 )
-async def test_a_peer_that_never_reads_its_answers(kind: str, frame: Frame) -> None:
+async def test_a_peer_that_never_reads_its_answers_takes_bounded_memory(kind: str, frame: Frame) -> None:
     loop = asyncio.get_running_loop()
     is_call = not isinstance(frame, Ping)
     async with siege(kind, max_latency_s=TRACED_LATENCY_S) as scene:
@@ -59,7 +59,7 @@ async def test_a_peer_that_never_reads_its_answers(kind: str, frame: Frame) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_lengths_that_are_announced_and_never_come(kind: str) -> None:
+async def test_frames_that_are_announced_and_never_come_take_bounded_memory(kind: str) -> None:
     """Each of these could have a mebibyte set aside for it before a byte of it has come."""
     async with siege(kind, max_latency_s=TRACED_LATENCY_S) as scene:
         streams = [await scene.connect(identity_of(200 + number)) for number in range(60)]

@@ -58,7 +58,7 @@ async def taken(remote: str, header: bytes, stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_stripes_whose_others_never_come_are_not_kept(kind: str) -> None:
+async def test_stripes_of_an_incomplete_stream_are_dropped(kind: str) -> None:
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
         streams = [await scene.dial(is_bulk=True) for _ in range(40)]
@@ -85,7 +85,7 @@ async def test_stripes_that_do_not_fit_are_a_violation(kind: str, second: Hello)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_stripes_of_no_stream_leave_nothing(kind: str) -> None:
+async def test_stripes_that_break_the_rules_leave_nothing_behind(kind: str) -> None:
     """Whatever the first connection of a stream says wrongly, nobody waits for the others."""
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
@@ -139,7 +139,7 @@ async def test_endless_answers_that_nobody_reads_end_with_the_attacker(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_credit_for_what_was_never_called_is_nothing(kind: str) -> None:
+async def test_window_updates_before_a_call_give_it_no_credit(kind: str) -> None:
     async with siege(kind) as scene:
         Counting(scene)
         stream = await scene.connect()

@@ -97,7 +97,7 @@ class User:
 @pytest.mark.parametrize(
     "options", few_of([{"offload": True}, {}, {"delay": "optimizer"}, {"delay": "gradients"}]), ids=str
 )
-def test_an_interrupt_at_any_line_of_a_step(peer: manyhands.Peer, options: dict[str, Any]) -> None:
+def test_an_interrupt_at_any_line_of_a_step_breaks_nothing(peer: manyhands.Peer, options: dict[str, Any]) -> None:
     user, interrupt = User(peer, options), Interrupter()
     for _ in range(3):
         user.batch()

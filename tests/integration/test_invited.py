@@ -251,7 +251,7 @@ def test_only_the_settings_that_the_owner_signed_are_those_of_the_run(tmp_path: 
             first.optimizer.close()
 
 
-def test_false_manifests_do_not_mislead_those_who_know_what_the_owner_signed(tmp_path: Path) -> None:
+def test_false_manifests_do_not_mislead_peers_that_know_what_the_owner_signed(tmp_path: Path) -> None:
     with manyhands.Peer(listen=LISTEN) as trial:
         fingerprint = Trainer(trial, RUN, 8).optimizer.manifest.fingerprint()
     with (

@@ -62,7 +62,7 @@ def forbid_dials(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
-async def test_the_next_rounds_dial_no_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_later_rounds_use_the_kept_streams_and_dial_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with averagers(3, kind=kind, config=CONFIG) as members:
         assert await mean_of(members) == [1.0] * 3
         forbid_dials(members, monkeypatch)
@@ -73,7 +73,7 @@ async def test_the_next_rounds_dial_no_stream(kind: str, monkeypatch: pytest.Mon
         await until(lambda: num_kept(members) == (3, 3))
 
 
-async def test_one_that_has_died_is_dialled_again() -> None:
+async def test_a_kept_stream_that_has_died_is_dialled_again() -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         for runner, _, _ in members:
@@ -83,7 +83,7 @@ async def test_one_that_has_died_is_dialled_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
-async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None:
+async def test_a_kept_stream_that_the_other_end_closed_is_dialled_again(kind: str) -> None:
     async with averagers(3, kind=kind, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
@@ -118,7 +118,7 @@ async def test_no_stream_is_kept_after_a_round_that_was_aborted() -> None:
         assert num_kept(others)[0] == 0
 
 
-async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kept_stream_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
@@ -129,7 +129,7 @@ async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest
         assert not former & {stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()}
 
 
-async def test_one_that_rests_is_closed_by_the_side_that_accepted_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_kept_stream_is_closed_by_the_side_that_accepted_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "TWO_MINUTES_S", 0.05)
     async with averagers(2, config=CONFIG) as members:
         await mean_of(members)
@@ -140,7 +140,7 @@ async def test_one_that_rests_is_closed_by_the_side_that_accepted_it(monkeypatch
         assert await mean_of(members) == [0.5] * 2
 
 
-async def test_a_peer_that_holds_as_many_as_it_may_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_at_its_limit_of_accepted_streams_keeps_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_UNNAMED", 0)
     async with averagers(2, config=CONFIG) as members:
         for _ in range(2):
@@ -151,7 +151,7 @@ async def test_a_peer_that_holds_as_many_as_it_may_keeps_none(monkeypatch: pytes
             assert num_kept(members)[1] == 0
 
 
-async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
+async def test_losing_the_control_connection_ends_kept_streams_at_both_ends() -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
@@ -163,7 +163,7 @@ async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
         await until(lambda: num_kept(members[1:]) == (1, 1))
 
 
-async def test_a_peer_keeps_a_few_and_dials_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_keeps_streams_up_to_a_limit_and_dials_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 1)
     async with averagers(3, config=CONFIG) as members:
         for _ in range(2):
@@ -171,7 +171,7 @@ async def test_a_peer_keeps_a_few_and_dials_the_others_again(monkeypatch: pytest
             await until(lambda: num_kept(members) == (2, 2))
 
 
-async def test_clients_keep_theirs_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_of_clients_are_kept_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 1)
     async with averagers(4, clients=[1, 2, 3], config=CONFIG) as members:
         assert await mean_of(members) == [1.5] * 4

@@ -160,7 +160,7 @@ async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId
     ],
     ids=["nan", "inf", "-inf", "half a vector", "two vectors", "more rows", "too short", "nothing", "too much"],
 )
-async def test_who_sends_what_it_must_not_is_left_out(lie: Lie, reason: str, rank: int) -> None:
+async def test_a_member_that_sends_bad_values_or_sizes_is_left_out(lie: Lie, reason: str, rank: int) -> None:
     async with averagers(4, kind="tls", config=CONFIG) as members:
         liar, results = await round_with(by_id(members), rank, lie)
         for result in results:
@@ -168,7 +168,7 @@ async def test_who_sends_what_it_must_not_is_left_out(lie: Lie, reason: str, ran
             assert reason.format(liar) in result.reason
 
 
-async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None:
+async def test_chunks_before_a_value_that_is_not_finite_count_and_later_ones_do_not() -> None:
     """Chunks that the same client had delivered before are good, and count; the manifest says which."""
 
     def lie(runner: RoundRunner) -> torch.Tensor:
@@ -199,7 +199,7 @@ async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None
 
 
 @pytest.mark.parametrize("rank", RANKS)
-async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int) -> None:
+async def test_a_member_that_opens_its_streams_for_another_round_is_left_out(rank: int) -> None:
     """Where it should be dialled it takes no stream of this round: it has sent nothing to those who have dialled it."""
     config = replace(CONFIG, averaging_timeout_s=9.0, matchmaking_time_s=5.0)
     async with averagers(4, kind="tls", config=config) as members:
@@ -211,7 +211,7 @@ async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int) ->
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-async def test_who_votes_too_early_is_blamed(rank: int) -> None:
+async def test_a_member_that_votes_too_early_is_blamed(rank: int) -> None:
     """It votes on an exchange that has not begun."""
 
     def vote_early(driver: RoundDriver) -> None:
@@ -274,7 +274,7 @@ class Spy(PassingStream):
 @pytest.mark.parametrize("value", few_of([float("nan"), float("inf"), float("-inf")]))
 @pytest.mark.parametrize("numel", few_of([NUMEL, 40 * NUMEL]))
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-async def test_ones_own_values_that_are_not_finite_never_leave(value: float, numel: int, at: int) -> None:
+async def test_a_member_never_sends_its_own_values_that_are_not_finite(value: float, numel: int, at: int) -> None:
     """Wherever they are: in its own span, or in that of another member, which it does not reduce itself."""
     async with averagers(4, kind="tls", config=CONFIG) as members:
         peers = by_id(members)
@@ -312,7 +312,7 @@ async def test_if_nobody_has_a_weight_there_is_no_mean() -> None:
             assert outcome.reason == "no member has any samples"
 
 
-async def test_who_was_left_out_is_expected_less() -> None:
+async def test_a_member_that_was_left_out_is_not_awaited_in_the_next_round() -> None:
     """Nobody waits for it in the next round; only a fresh record of it makes it expected again."""
     async with averagers(4, kind="tls", config=CONFIG) as members:
         peers = by_id(members)

@@ -43,7 +43,7 @@ def test_an_evaluator_gets_the_parameters_and_is_not_waited_for(make: None) -> N
         assert_equal(model, trainers[1].model)
 
 
-def test_what_the_model_holds_already_is_not_downloaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_the_model_already_holds_are_not_downloaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "CHUNK_BYTES", 256)
     with peers(2) as (one, onlooker):
         trainer = Trainer(one, "held", 8)

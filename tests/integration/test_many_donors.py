@@ -209,7 +209,7 @@ async def test_states_that_differ_by_rounding_are_not_mixed() -> None:
         assert set(state.donors) == {donors[0].peer_id, donors[2].peer_id}
 
 
-async def test_when_all_that_hold_the_chosen_state_are_gone_the_download_fails_and_the_next_one_takes_another() -> None:
+async def test_a_download_whose_donors_of_one_state_are_gone_fails_and_the_next_takes_another_state() -> None:
     async with endpoints(3) as (one, two, newcomer):
         dying, donor = Donor(one), slowly(Donor(two))
         with torch.no_grad():
@@ -223,7 +223,7 @@ async def test_when_all_that_hold_the_chosen_state_are_gone_the_download_fails_a
         assert state.donors == (donor.peer_id,)
 
 
-async def test_donors_that_differ_in_their_last_tensor_alone_share_the_rest_of_the_state_of_one() -> None:
+async def test_donors_that_differ_in_their_last_tensor_share_in_sending_the_rest() -> None:
     async with endpoints(4) as (*holders, newcomer):
         donors = [slowly(Donor(endpoint)) for endpoint in holders]
         for number, donor in enumerate(donors):  # as the inner statistics of local steps
@@ -254,7 +254,7 @@ async def test_a_donor_that_is_busy_with_others_is_asked_again(monkeypatch: pyte
             assert_whole(state, donor)
 
 
-async def test_twenty_newcomers_at_once_get_it_at_about_the_same_time() -> None:
+async def test_twenty_newcomers_at_once_all_get_the_state_from_one_copy_of_each_donor() -> None:
     async with endpoints(23) as (one, two, three, *newcomers):
         donors = [Donor(endpoint) for endpoint in (one, two, three)]
         loop, expected = asyncio.get_running_loop(), donors[0].state().digests

@@ -106,7 +106,7 @@ async def test_means_are_compared_with_the_norm_of_what_went_into_them() -> None
             assert result.blamed == tuple(result.manifest.members[rank] for rank in blamed)
 
 
-async def test_of_two_members_neither_is_bounded() -> None:
+async def test_weights_and_norms_in_a_group_of_two_are_not_bounded() -> None:
     """There is no majority that could say which of them is wrong."""
     vectors = [values_of(0), -100.0 * values_of(1)]
     check(await round_of(vectors, [1.0, 1000.0]), vectors, [1.0, 1000.0], 1e-4)

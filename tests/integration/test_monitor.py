@@ -40,7 +40,7 @@ def told(events: list[MonitorEvent], kind: Any) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left(
+def test_a_monitor_reports_held_out_losses_once_the_run_is_there_and_after_the_last_trainer_has_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "manyhands.monitor")
@@ -216,7 +216,7 @@ def test_while_some_records_tell_of_a_step_and_others_do_not_yet_all_its_peers_c
         assert speeds == {5.0}
 
 
-def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps_made_since() -> None:
+def test_metrics_from_before_a_run_went_back_do_not_count_in_the_steps_made_since() -> None:
     events: list[MonitorEvent] = []
 
     with (

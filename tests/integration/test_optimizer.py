@@ -273,7 +273,7 @@ def test_averagers_of_the_same_run_id_are_no_trainers_and_trainers_no_averagers(
             averager.close()
 
 
-def test_what_lives_in_this_process_alone_refuses_to_be_copied() -> None:
+def test_optimizers_averagers_and_peers_refuse_to_be_copied_or_pickled() -> None:
     """A copy of an optimizer would have the groups and the state, and no run."""
     with peers(1) as (peer,):
         trainer = Trainer(peer, "copied", 8)
@@ -360,7 +360,7 @@ def test_a_compiled_model_fits_a_plain_one() -> None:
                 assert torch.equal(value, own)
 
 
-def test_it_is_an_optimizer_to_torch() -> None:
+def test_the_optimizer_is_a_torch_optimizer_with_fixed_parameters() -> None:
     with peers(1) as (peer,):
         inner = torch.optim.SGD(new_model().parameters(), lr=0.1)
         optimizer = manyhands.Optimizer(inner, peer=peer, run_id="torch", target_batch_size=8)
@@ -371,7 +371,7 @@ def test_it_is_an_optimizer_to_torch() -> None:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
-def test_a_grad_scaler_and_accelerate_take_it_as_any_other_optimizer() -> None:
+def test_a_grad_scaler_and_accelerate_accept_the_optimizer() -> None:
     with peers(1) as (peer,):
         model = new_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

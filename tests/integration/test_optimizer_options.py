@@ -73,7 +73,7 @@ def test_the_target_reaches_the_tracker_and_a_lead_is_taken() -> None:
 
 
 @pytest.mark.parametrize("local_steps", [None, manyhands.LocalSteps(fragments=4)])
-def test_a_batch_that_is_larger_than_the_target_is_warned_of_whatever_a_fragment_has_of_it(
+def test_a_batch_larger_than_the_target_is_warned_of_with_and_without_fragments(
     local_steps: manyhands.LocalSteps | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with peers(1) as (peer,):
@@ -105,7 +105,7 @@ def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
         assert trainer.num_peers == 1
 
 
-def test_what_all_peers_need_alike_is_in_the_manifest() -> None:
+def test_peers_with_another_max_grad_norm_or_must_match_are_refused() -> None:
     with peers(2) as (one, two):
         first = make(one, max_grad_norm=1.0, must_match={"tokenizer": "abc"})
         with pytest.raises(ManifestMismatch, match=r"max_grad_norm is 2.0 here, 1.0 in the run"):

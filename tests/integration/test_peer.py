@@ -46,7 +46,7 @@ def on(peer: manyhands.Peer, coro: Coroutine[Any, Any, T]) -> T:
     return peer.run(coro, 10.0, "in a test")
 
 
-def test_by_default_it_listens_on_all_interfaces_and_tells_addresses_that_work() -> None:
+def test_a_peer_listens_on_all_interfaces_by_default_and_gives_addresses_that_work() -> None:
     with manyhands.Peer() as peer, manyhands.Peer(peer.addresses, client_mode=True) as other:
         listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         ports = {Address.parse(text).port for text in peer.addresses}
@@ -62,7 +62,7 @@ def test_by_default_it_listens_on_all_interfaces_and_tells_addresses_that_work()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_with_a_port_alone_it_listens_with_both_families_and_tells_both() -> None:
+def test_a_peer_given_a_port_alone_listens_on_ipv4_and_ipv6() -> None:
     with manyhands.Peer(listen=["/ip4/0.0.0.0/tcp/0", "*:*"]) as peer:
         told = peer.endpoint.addresses
         assert len({address.port for address in told}) == 1
@@ -93,12 +93,12 @@ def test_a_client_may_come_back_by_the_peers_that_it_knows(tmp_path: Path) -> No
             assert client.dht.num_known_peers == 1
 
 
-def test_what_it_shall_announce_is_told_instead() -> None:
+def test_a_peer_gives_the_announced_addresses_as_its_own() -> None:
     with manyhands.Peer(announce=["/dns4/localhost/tcp/12345"]) as peer:
         assert peer.addresses == [f"/dns4/localhost/tcp/12345/p2p/{peer.peer_id}"]
 
 
-def test_others_are_told_what_it_announces_and_not_where_it_was_reached() -> None:
+def test_other_peers_are_told_the_announced_address_and_not_where_the_peer_was_reached() -> None:
     tunnel = "/dns4/x.tcp.ngrok.io/tcp/12345"
     with manyhands.Peer(listen=LOOPBACK) as hidden:
         hidden.announce([tunnel])
@@ -125,7 +125,7 @@ def test_addresses_that_change_are_told_to_connected_peers_at_once() -> None:
 
 
 @pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "127.0.0.1:0"])
-def test_what_nobody_could_dial_is_not_announced(bad: str) -> None:
+def test_a_peer_refuses_to_announce_an_address_that_nobody_could_dial(bad: str) -> None:
     with pytest.raises(ConfigError, match="other peers cannot dial"):
         manyhands.Peer(listen=LOOPBACK, announce=[bad])
 
@@ -291,7 +291,7 @@ def test_close_is_quick_and_leaves_no_thread_and_no_socket() -> None:
     assert (threading.active_count(), num_sockets(), psutil.Process().num_fds()) == (threads, sockets, files)
 
 
-def test_close_ends_whoever_waits_on_another_thread() -> None:
+def test_closing_a_peer_ends_calls_that_wait_on_other_threads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, concurrent.futures.ThreadPoolExecutor(1) as pool:
         peer = manyhands.Peer(listen=LOOPBACK)
         where = Address.of("127.0.0.1", silent.getsockname()[1])
@@ -394,7 +394,7 @@ def test_a_forked_child_says_that_the_peer_is_not_its_own_and_ends_quietly() -> 
 
 
 @pytest.mark.process
-def test_ctrl_c_while_joining() -> None:
+def test_ctrl_c_interrupts_joining() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         process = run_script(JOINING, str(silent.getsockname()[1]))
         silent.settimeout(120.0)

@@ -88,12 +88,12 @@ def test_a_virtual_machine_asks_its_cloud(cloud: Answer, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["10.1.2.3", "<html>log in</html>", "", "::1"])
-def test_an_answer_that_is_no_public_address_is_none(text: str) -> None:
+def test_answers_that_are_no_public_address_are_ignored(text: str) -> None:
     with http_server(lambda request: text) as address:
         assert infer(PORT, maps_port=False, metadata=address, services=[address]) is None
 
 
-def test_a_service_is_the_last_that_is_believed() -> None:
+def test_a_web_service_is_believed_only_where_no_cloud_gives_an_address() -> None:
     with http_server(lambda request: PUBLIC) as service, http_server(lambda request: None) as metadata:
         found = infer(PORT, maps_port=False, metadata=metadata, services=[NOBODY, service])
         assert found is not None
@@ -145,7 +145,7 @@ def test_a_source_that_never_answers_does_not_hide_another() -> None:
         assert found.host == PUBLIC
 
 
-def test_an_answer_that_comes_too_late_is_undone() -> None:
+def test_a_port_mapping_that_comes_too_late_is_released() -> None:
     released = threading.Event()
     let_go = threading.Event()
 

@@ -44,7 +44,7 @@ async def dialled(caller: Endpoint, *addresses: Address | str) -> list[DialOutco
     return (await caller.call(ASKED.peer_id, DIAL_BACK, request, 5.0)).outcomes
 
 
-async def test_it_tells_what_it_sees() -> None:
+async def test_an_examined_peer_tells_the_host_that_it_sees_its_table_its_version_and_its_clock() -> None:
     async with two_peers() as (asked, caller):
         seen = await caller.call(ASKED.peer_id, EXAMINE, ExamineRequest())
         assert seen.host == "127.0.0.1"
@@ -100,7 +100,7 @@ async def test_a_caller_from_the_internet_cannot_have_the_local_network_scanned(
         assert {outcome.code for outcome in outcomes} == {"not_allowed"}
 
 
-async def test_who_asks_too_often_is_refused_until_some_time_has_passed() -> None:
+async def test_a_peer_that_asks_too_often_to_be_dialled_back_is_refused() -> None:
     async with two_peers() as (asked, caller):
         for _ in range(PER_SOURCE.burst):
             await dialled(caller, caller.addresses[0])
@@ -129,7 +129,7 @@ async def test_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(looked_up) == PER_SOURCE.burst
 
 
-async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dial_back_requests_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_peers() as (asked, caller):
         go_on, begun = asyncio.Event(), asyncio.Semaphore(0)
 

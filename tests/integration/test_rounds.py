@@ -144,7 +144,7 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 # matchmaking
 
 
-async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_sent_away() -> None:
+async def test_a_peer_that_asks_while_the_leader_still_applies_the_last_round_is_held() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, fast = by_id(members)
         first = (await committed([leader, fast]))[0]
@@ -158,7 +158,7 @@ async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_se
         assert fast.roster.missing == []
 
 
-async def test_who_comes_early_is_not_held_by_a_peer_that_has_missed_the_round() -> None:
+async def test_a_peer_that_missed_the_round_refuses_a_request_for_the_next_one() -> None:
     async with averagers(2, config=PATIENT) as members:
         behind, ahead = by_id(members)
         ahead.roster.at = Position(1, b"later")
@@ -167,7 +167,7 @@ async def test_who_comes_early_is_not_held_by_a_peer_that_has_missed_the_round()
             await ahead.run.call(behind.peer_id, JOIN, request, 5.0)
 
 
-async def test_a_peer_whose_leader_is_dead_leads_those_who_have_come_to_it() -> None:
+async def test_a_peer_whose_leader_is_dead_leads_the_peers_that_have_come_to_it() -> None:
     async with averagers(3, config=PATIENT) as members:
         dead, leader, early = by_id(members)
         await dead.kill()
@@ -178,7 +178,7 @@ async def test_a_peer_whose_leader_is_dead_leads_those_who_have_come_to_it() -> 
         assert [len(result.manifest.members) for result in results] == [2, 2]
 
 
-async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> None:
+async def test_a_leader_that_is_behind_hears_it_from_the_peers_that_it_invites() -> None:
     """Else it would make a branch of its own with those who are behind too."""
     async with averagers(3, config=PATIENT) as members:
         leader, behind, ahead = by_id(members)
@@ -189,7 +189,7 @@ async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> N
         assert leader.roster.missing == behind.roster.missing == []
 
 
-async def test_those_who_wait_for_a_leader_that_has_moved_on_are_told_at_once() -> None:
+async def test_peers_that_wait_for_a_leader_that_has_moved_on_are_told_at_once() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, waiting = by_id(members)
         request = JoinRequest(b"same", START, Member(waiting.peer_id, [], False, 1.0), 5.0)
@@ -229,7 +229,7 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
         assert len(group.members) == 2
 
 
-async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
+async def test_a_leader_that_leaves_the_run_refuses_the_peers_that_wait_for_it() -> None:
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
@@ -262,7 +262,7 @@ async def aborted_then_committed_without(
     await committed(others)
 
 
-async def test_the_leader_dies_when_the_group_has_formed() -> None:
+async def test_members_abort_and_then_commit_without_a_leader_that_dies_once_the_group_has_formed() -> None:
     async with averagers(4, kind="tls", config=PATIENT) as members:
         leader, *others = by_id(members)
         has_formed = stop_before_reducing(leader)
@@ -294,7 +294,7 @@ def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
-async def test_the_leader_dies_after_it_told_one_member_of_the_commit(kind: str) -> None:
+async def test_all_members_commit_if_the_leader_dies_after_it_told_one_of_the_commit(kind: str) -> None:
     async with averagers(4, kind=kind, config=PATIENT) as members:
         leader, *others = by_id(members)
         told = tell_only(leader, 1)
@@ -309,7 +309,7 @@ async def test_the_leader_dies_after_it_told_one_member_of_the_commit(kind: str)
         await end(dying)
 
 
-async def test_the_leader_dies_after_the_votes_and_told_nobody() -> None:
+async def test_members_abort_and_then_commit_without_a_leader_that_told_nobody_of_the_commit() -> None:
     config = replace(PATIENT, in_doubt_timeout_s=0.3)
     async with averagers(4, config=config) as members:
         leader, *others = by_id(members)
@@ -435,7 +435,7 @@ async def test_a_leader_that_leaves_in_mid_round_waits_until_the_others_know(mon
         await end(tasks)
 
 
-async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
+async def test_a_member_that_aborted_in_doubt_does_not_pass_that_on_as_a_verdict() -> None:
     """Else whoever asks it, rather than a member that knows of the commit, would abort too."""
     config = replace(PATIENT, in_doubt_timeout_s=0.1)
     async with averagers(3, config=config) as members:
@@ -453,7 +453,7 @@ async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
         await end(dying)
 
 
-async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
+async def test_the_majority_commits_though_a_member_dies_before_it_votes() -> None:
     async with averagers(4, config=PATIENT) as members:
         *others, victim = by_id(members)
         has_result = asyncio.Event()
@@ -497,7 +497,7 @@ async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None
 
 
 @pytest.mark.parametrize("seed", few_of(range(12), 4))
-async def test_whoever_dies_whenever_nobody_disagrees_and_the_rest_goes_on(seed: int) -> None:
+async def test_the_others_agree_and_go_on_whichever_member_dies_and_whenever(seed: int) -> None:
     rng = random.Random(seed)
     config = replace(PATIENT, in_doubt_timeout_s=0.3)
     async with averagers(4, clients=rng.choice([(), (1,)]), config=config) as members:
@@ -629,7 +629,7 @@ async def test_a_member_that_freezes_ends_the_round_within_seconds(ice: Ice, ran
         await end(freezing)
 
 
-async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice) -> None:
+async def test_a_member_that_freezes_is_noticed_by_any_member_that_waits_for_it(ice: Ice) -> None:
     """Also by one that had nothing to do with it before, while the leader needs nothing more from it."""
     client = sorted(range(3), key=lambda number: identity_of(number).peer_id)[1]
     async with averagers(3, clients=(client,), config=PATIENT, rpc_config=HEARTBEATS) as members:
@@ -675,7 +675,7 @@ async def test_a_member_does_not_wait_for_what_the_others_have_given_up(rank: in
             assert "it gave up" in result.reason
 
 
-async def test_a_member_that_votes_in_vain_votes_again() -> None:
+async def test_a_member_whose_vote_is_lost_votes_again() -> None:
     """Its connection breaks under the vote; the leader is still there, and needs it."""
     async with averagers(2, config=PATIENT) as members:
         leader, member = by_id(members)
@@ -816,14 +816,14 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
-async def test_a_weight_of_ones_own_that_makes_no_sense_is_an_error(weight: float) -> None:
+async def test_a_negative_or_not_finite_weight_is_a_config_error(weight: float) -> None:
     async with averagers(2, config=PATIENT) as members:
         with pytest.raises(ConfigError, match="weight="):
             await by_id(members)[1].average(weight)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-async def test_who_sends_values_that_are_not_finite_is_left_out(rank: int) -> None:
+async def test_a_member_that_sends_values_that_are_not_finite_is_left_out(rank: int) -> None:
     async with averagers(3, config=PATIENT) as members:
         peers = by_id(members)
         liar = peers[rank]
@@ -888,7 +888,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     ],
     ids=["late", "weight"],
 )
-async def test_a_leader_that_tells_one_member_another_group_does_not_part_it_from_the_others(
+async def test_a_leader_that_tells_one_member_another_group_causes_no_second_result(
     change: Callable[[Group], Group],
 ) -> None:
     """It counts the votes itself, so the members notice it among themselves: they do not meet in the exchange."""

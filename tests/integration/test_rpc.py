@@ -70,7 +70,7 @@ def request_of(method: str = ECHO.name, *, id: int = 1, timeout_s: float = 5.0, 
 # calls
 
 
-async def test_calls_both_ways_over_the_one_connection_of_a_client() -> None:
+async def test_calls_go_both_ways_over_the_one_connection_of_a_client() -> None:
     async with endpoints(2, kind="tls", clients=[0]) as (client, server):
         serve_echo(client)
         serve_echo(server)
@@ -82,7 +82,7 @@ async def test_calls_both_ways_over_the_one_connection_of_a_client() -> None:
         assert not client.is_client(server.peer_id)
 
 
-async def test_that_a_peer_is_trusted_on_first_use_is_said_at_the_first_use_alone(
+async def test_trust_on_first_use_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -92,7 +92,7 @@ async def test_that_a_peer_is_trusted_on_first_use_is_said_at_the_first_use_alon
     assert caplog.text.count("(trusted on first use)") == 1
 
 
-async def test_many_calls_at_once() -> None:
+async def test_many_concurrent_calls_get_their_own_answers() -> None:
     async with endpoints(2, kind="tls") as (here, there):
         serve_echo(there)
         answers = await asyncio.gather(*(here.call(there.peer_id, ECHO, Text(f"{i}")) for i in range(200)))
@@ -305,7 +305,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_the_others_are_ser
 
 
 @pytest.mark.parametrize("timeout_s", [math.nan, -1.0, 0.0, -math.inf])
-async def test_deadlines_that_are_none_are_refused(timeout_s: float) -> None:
+async def test_deadlines_that_are_not_positive_numbers_are_refused(timeout_s: float) -> None:
     """Not a number, put among the timers of the loop, would disorder them all."""
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         serve_echo(there)

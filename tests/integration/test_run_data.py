@@ -126,7 +126,7 @@ def test_other_text_is_used_on_request_and_with_a_warning(
     assert not host.requests
 
 
-def test_what_a_stranger_wrote_into_the_run_does_not_steer_the_screen() -> None:
+def test_data_addresses_of_strangers_are_made_printable() -> None:
     with pytest.raises(ConfigError) as raised:
         chosen(RunData("\x1b[2J", ("http://\x1b[2J@host",)))
     assert str(raised.value).isprintable()

@@ -25,7 +25,9 @@ def runs_of(peer: Peer) -> list[Run]:
     return peer.run(find_runs(peer.dht), 5.0, "finding runs")
 
 
-def test_a_run_that_nobody_knows(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_run_is_refused_with_start_new_false_and_warned_of_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Peer(listen=LOOPBACK) as first, Peer(first.addresses, listen=LOOPBACK) as second:
         begun = optimizer(first, "runA", start_new=True)
         assert "none of them" not in caplog.text

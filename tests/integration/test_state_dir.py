@@ -65,7 +65,7 @@ def test_a_damaged_port_file_is_written_anew(tmp_path: Path, content: bytes, cap
     assert not caplog.messages
 
 
-def test_it_joins_though_none_of_the_initial_peers_answers(tmp_path: Path) -> None:
+def test_a_peer_joins_by_the_peers_in_its_state_dir_if_no_initial_peer_answers(tmp_path: Path) -> None:
     nobody = "/ip4/127.0.0.1/tcp/1"
     with manyhands.Peer(listen=LOOPBACK) as other:
         manyhands.Peer(other.addresses, listen=LOOPBACK, state_dir=tmp_path).close()
@@ -152,7 +152,9 @@ def test_a_damaged_file_is_one_warning(tmp_path: Path, content: bytes, caplog: p
     assert msgspec.json.decode(path.read_bytes())["version"] == VERSION, "it was written anew"
 
 
-def test_the_file_is_written_from_time_to_time_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_the_peers_file_that_is_killed_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader at any moment sees one state or the other: the new one is renamed into place."""
     state_dir = StateDir(tmp_path)
     state_dir.save_peers(b"before")

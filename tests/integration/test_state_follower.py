@@ -61,7 +61,7 @@ def test_a_position_that_nobody_has_the_state_of_is_passed_over(caplog: pytest.L
         optimizer.close()
 
 
-def test_with_local_steps_it_has_what_the_peers_agree_on() -> None:
+def test_a_follower_of_local_steps_holds_the_agreed_parameters_and_statistics() -> None:
     tokenizer, recipe = tiny_tokenizer(), replace(TINY, local_steps=True, target_batch_size=8)
     run = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
     with Peer(listen=[LOOPBACK]) as trainer, Peer(trainer.addresses, listen=[LOOPBACK]) as here:

@@ -342,7 +342,7 @@ async def test_a_donor_that_is_behind_is_not_followed() -> None:
             await download(newcomer, behind, wanted=wanted)
 
 
-async def test_without_donors_it_says_so() -> None:
+async def test_a_download_without_donors_of_the_run_raises_unavailable() -> None:
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
         with pytest.raises(Unavailable, match="none is known"):

@@ -67,7 +67,7 @@ def test_training_begins_with_the_first_shard_and_each_peer_has_an_order_of_its_
     assert len(set(orders)) > 1
 
 
-def test_what_was_cut_is_resumed_by_ranges(host: Host, shards: Path, tmp_path: Path) -> None:
+def test_a_shard_whose_download_breaks_off_is_resumed_by_ranges(host: Host, shards: Path, tmp_path: Path) -> None:
     host.cut_after = max(path.stat().st_size for path in shards.glob("train*")) // 3
     shard = read_index((shards / "index.json").read_bytes()).train[0]
     Mirrors([host.url], Fetcher()).fetch(shard, tmp_path / "shard")
@@ -104,7 +104,7 @@ def test_a_shard_that_nobody_has_in_order_is_skipped_with_one_warning(
     assert [record.message.split(":")[0] for record in caplog.records] == ["Skipping shard train-00001-of-00004.arrow"]
 
 
-def test_no_good_shard_at_all_ends_with_a_line(host: Host, tmp_path: Path) -> None:
+def test_a_stream_without_any_good_shard_is_refused(host: Host, tmp_path: Path) -> None:
     host.changed = wrong
     with (
         pytest.raises(ConfigError, match="none of the 4 shards matches the index"),

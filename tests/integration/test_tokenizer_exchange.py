@@ -43,7 +43,7 @@ def serve(peer: Peer, raw: bytes) -> None:
     peer.run(handle(), 5.0, "serving")
 
 
-def test_it_comes_whole_and_makes_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetched_tokenizer_makes_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_exchange, "PART_BYTES", 1000)  # several parts
     with Peer(listen=LOOPBACK) as donor, Peer(donor.addresses, client_mode=True) as newcomer:
         donor.run(serve_tokenizer(donor.endpoint, OWN), 5.0, "serving")
@@ -65,7 +65,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("raw", LIES)
-def test_what_is_not_it_is_not_believed(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_false_tokenizer_is_not_taken_and_its_sender_is_named(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, "manyhands"),
         Peer(listen=LOOPBACK) as liar,
@@ -80,7 +80,7 @@ def test_what_is_not_it_is_not_believed(raw: bytes, caplog: pytest.LogCaptureFix
         assert tokenizer_digest(fetched(newcomer, liar, honest)) == DIGEST
 
 
-def test_another_one_is_not_handed_out_and_nobody_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_of_another_digest_is_not_handed_out(caplog: pytest.LogCaptureFixture) -> None:
     with Peer(listen=LOOPBACK) as donor, Peer(donor.addresses, client_mode=True) as newcomer:
         assert fetched(newcomer, donor) is None, "it does not serve any"
         donor.run(serve_tokenizer(donor.endpoint, OWN), 5.0, "serving")

@@ -167,7 +167,9 @@ def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_pat
     assert {one.peer_id, other.peer_id} == set(metrics)
 
 
-def test_what_the_trainer_shows_is_of_global_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainer_logs_the_losses_rates_and_epochs_of_global_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With two accumulated batches it has reported twice the loss of a model that takes any keyword."""
     caplog.set_level(logging.INFO, "manyhands")
     with peers(1) as (peer,):
@@ -431,7 +433,7 @@ def test_arguments_that_do_not_fit_a_run_are_refused(tmp_path: Path, options: di
         collaborating(trainer, peer)
 
 
-def test_what_is_missing_or_too_much_is_said(tmp_path: Path) -> None:
+def test_missing_and_superfluous_arguments_of_the_callback_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"CollaborativeCallback\(trainer, peer=peer, run_id="):
         CollaborativeCallback(made(tmp_path))
     made_late = transformers.Trainer(model_init=Tagger, args=arguments(tmp_path))

@@ -135,7 +135,7 @@ async def test_a_slow_reader_bounds_the_memory_of_both_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_was_sent_before_the_close_arrives_at_a_slow_reader(kind: str) -> None:
+async def test_bytes_sent_before_the_close_arrive_at_a_slow_reader(kind: str) -> None:
     data = random_bytes(3 << 20)
     async with stream_pair(kind) as (here, there):
         await here.send(data)
@@ -167,7 +167,7 @@ async def test_the_first_send_after_a_receive_notices_that_the_other_end_has_clo
             await ours.send(b"the next round")
 
 
-async def test_what_was_received_whole_was_sent_also_if_the_other_end_closes_at_once() -> None:
+async def test_sending_succeeds_if_the_other_end_closes_after_it_has_received_all() -> None:
     async with stream_pair("bulk") as (here, there):
         is_closed = threading.Event()
 
@@ -268,7 +268,7 @@ async def test_pieces_are_made_and_used_one_after_the_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_the_maker_of_pieces_raises_comes_out(kind: str) -> None:
+async def test_an_exception_of_the_generator_of_pieces_reaches_the_sender(kind: str) -> None:
     def pieces() -> Iterator[memoryview]:
         yield memoryview(bytes(100_000))
         raise ValueError("no more")
@@ -291,7 +291,7 @@ async def test_a_long_message_leaves_no_memory_behind_at_an_idle_stream() -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_abort_wakes_whoever_waits_at_both_ends(kind: str) -> None:
+async def test_abort_wakes_readers_at_both_ends(kind: str) -> None:
     async with stream_pair(kind) as (here, there):
         reading = [asyncio.ensure_future(read(end, 1)) for end in (here, there)]
         await asyncio.sleep(0)
@@ -406,13 +406,13 @@ def with_leaf(context: ssl.SSLContext, folder: Path, key: Any, leaf: x509.Certif
     return context
 
 
-async def test_nothing_listens_there() -> None:
+async def test_dialling_a_port_where_nothing_listens_fails_as_refused() -> None:
     with silent_port(listens=False) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.REFUSED
 
 
-async def test_a_port_that_takes_connections_and_says_nothing() -> None:
+async def test_dialling_a_silent_port_times_out() -> None:
     with silent_port(listens=True) as address:
         async with time_limit(PATIENCE_S, "for the dial to give up"):
             failure = await failure_of(address, timeout_s=0.2)
@@ -420,14 +420,14 @@ async def test_a_port_that_takes_connections_and_says_nothing() -> None:
     assert "TCP connects, but no TLS handshake follows" in str(failure)
 
 
-async def test_another_identity_answers() -> None:
+async def test_dialling_fails_if_another_identity_answers() -> None:
     async with listening() as accepted:
         failure = await failure_of(accepted.address.with_peer(identity_of(5).peer_id))
     assert failure.reason is DialReason.WRONG_IDENTITY
     assert f"found {SERVER.peer_id}" in str(failure)
 
 
-async def test_the_address_is_this_peer_itself() -> None:
+async def test_dialling_the_peer_itself_fails() -> None:
     async with listening() as accepted:
         with pytest.raises(DialFailed) as caught:
             await TlsTransport(SERVER).dial(accepted.address, 10.0)
@@ -435,7 +435,7 @@ async def test_the_address_is_this_peer_itself() -> None:
 
 
 @pytest.mark.parametrize("alpn", [["manyhands/2"], []])
-async def test_another_protocol_version(alpn: list[str]) -> None:
+async def test_dialling_a_peer_of_another_protocol_version_fails(alpn: list[str]) -> None:
     context = tls_contexts.server_context(SERVER)
     context.set_alpn_protocols(alpn)
     async with server_of(hang_up, context) as address:
@@ -447,21 +447,21 @@ async def test_another_protocol_version(alpn: list[str]) -> None:
 @pytest.mark.parametrize(
     ("serve", "said"), [(answer_http, "does not answer in TLS 1.3"), (hang_up, "closes them in the TLS handshake")]
 )
-async def test_a_server_of_something_else_without_tls(serve: Callable[..., Any], said: str) -> None:
+async def test_dialling_a_server_without_tls_fails_as_not_manyhands(serve: Callable[..., Any], said: str) -> None:
     async with server_of(serve) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.NOT_MANYHANDS
     assert said in str(failure)
 
 
-async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
+async def test_dialling_a_tls_server_of_another_issuer_fails_as_not_manyhands(tmp_path: Path) -> None:
     async with server_of(hang_up, context_of_another_issuer(tmp_path)) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.NOT_MANYHANDS
     assert "the TLS server of another program" in str(failure)
 
 
-async def test_an_older_tls() -> None:
+async def test_dialling_a_server_with_an_older_tls_fails_as_not_manyhands() -> None:
     context = tls_contexts.server_context(SERVER)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with server_of(hang_up, context) as address:
@@ -469,13 +469,13 @@ async def test_an_older_tls() -> None:
     assert failure.reason is DialReason.NOT_MANYHANDS
 
 
-async def test_a_key_that_is_not_ed25519(tmp_path: Path) -> None:
+async def test_dialling_a_server_whose_key_is_not_ed25519_fails_as_not_manyhands(tmp_path: Path) -> None:
     async with server_of(hang_up, context_with_a_key_that_is_not_ed25519(tmp_path)) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.NOT_MANYHANDS
 
 
-async def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dialling_a_name_that_does_not_resolve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_such_name(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -524,7 +524,9 @@ async def test_name_servers_that_do_not_answer_delay_nobody_else(monkeypatch: py
         (errno.EMFILE, DialReason.UNREACHABLE),
     ],
 )
-async def test_the_system_says_why(number: int, reason: DialReason, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_connect_become_dial_reasons(
+    number: int, reason: DialReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(sock: socket.socket, address: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -552,7 +554,7 @@ async def test_names_that_hang_are_limited_in_number(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.001)
 
 
-async def test_every_reason_has_its_own_text() -> None:
+async def test_every_dial_reason_has_its_own_text() -> None:
     assert len({reason.value for reason in DialReason}) == len(DialReason)
 
 
@@ -586,12 +588,12 @@ async def test_a_taken_port_is_named() -> None:
     assert f"port {address.port} is taken; choose another, or 0 for a free one" in str(caught.value)
 
 
-async def test_an_address_of_another_machine() -> None:
+async def test_listening_on_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="this machine has no such address"):
         await TlsTransport(SERVER).listen(Address.parse("/ip4/192.0.2.1/tcp/0"), Accepted().on_stream)
 
 
-async def test_a_name_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transport_listens_on_a_name_that_resolves_to_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     accepted = Accepted()
     accepted.listener = await TlsTransport(SERVER).listen(Address.parse("/dns4/localhost/tcp/0"), accepted.on_stream)
     assert accepted.address.host == "127.0.0.1"
@@ -621,7 +623,7 @@ async def test_all_interfaces_with_both_families_are_one_port() -> None:
     await accepted.listener.close()
 
 
-async def test_all_interfaces_of_a_machine_without_ip6(
+async def test_a_machine_without_ipv6_listens_on_ipv4_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
@@ -634,7 +636,7 @@ async def test_all_interfaces_of_a_machine_without_ip6(
 
 
 @pytest.mark.parametrize("side", ["dialled", "accepted"])
-async def test_a_socket_that_was_reset_before_it_was_set_up(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sockets_reset_before_they_are_set_up_use_up_no_limit(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS shows it; nothing of it counts for ever."""
     prepare, num_calls = tcp.prepare, 0
 
@@ -685,7 +687,7 @@ async def test_garbage_is_dropped_and_others_are_served(garbage: bytes, caplog: 
     assert_quiet(caplog)
 
 
-async def test_who_says_nothing_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_says_nothing_or_too_little_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """Or a byte now and then: the handshake as a whole has its time."""
     async with listening(ListenLimits(handshake_timeout_s=0.3)) as accepted:
         for words in (b"", CLIENT_HELLO_BEGINS):
@@ -697,7 +699,9 @@ async def test_who_says_nothing_is_dropped(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("kind", ["no certificate", "another issuer", "not ed25519", "another alpn", "no alpn"])
-async def test_tls_clients_that_are_no_peers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tls_clients_that_are_no_peers_are_dropped(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     alpn = [certificate.ALPN]
     if kind == "another issuer":
@@ -748,7 +752,7 @@ async def test_close_ends_handshakes_that_are_under_way(caplog: pytest.LogCaptur
     assert_quiet(caplog)
 
 
-async def test_the_system_has_no_sockets_left(
+async def test_accepting_goes_on_after_the_system_ran_out_of_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accept, num_failures = socket.socket.accept, 0

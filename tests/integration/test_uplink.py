@@ -73,7 +73,7 @@ def has_shown(endpoint: Endpoint, line: float) -> float:
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_what_was_acknowledged_is_what_was_sent() -> None:
+async def test_the_kernel_counts_as_delivered_the_bytes_that_were_sent() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
         before = stream.delivery()
         assert before is not None
@@ -134,7 +134,7 @@ async def test_the_streams_of_a_round_share_the_pace_by_what_they_carry() -> Non
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_the_part_of_who_is_lost_goes_to_the_others() -> None:
+async def test_the_share_of_a_lost_stream_goes_to_the_others() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
         paced = has_shown(here, 8 * MB)
         with here.uplink.shared() as share:
@@ -150,7 +150,7 @@ async def test_the_part_of_who_is_lost_goes_to_the_others() -> None:
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_who_is_late_gets_more_of_a_new_pace() -> None:
+async def test_a_stream_that_is_behind_gets_more_of_a_new_pace() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
         with here.uplink.shared() as share:
             for stream in streams:
@@ -185,7 +185,7 @@ async def test_two_rounds_at_once_share_the_line() -> None:
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_what_the_line_carries_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_measured_rate_is_what_the_line_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's pace stands for the line."""
     monkeypatch.setattr(pace, "MIN_INTERVAL_S", 1.0)
     monkeypatch.setattr(uplink, "MIN_FIRST_S", 1.0)

@@ -53,7 +53,9 @@ USAGE = 2
         (["train", "--run-id", "r", "--name", ""], "name '' cannot be used"),
     ],
 )
-def test_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_options_are_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, output = called(*arguments)
     assert code == USAGE
@@ -61,7 +63,7 @@ def test_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatc
     assert len(output.strip().splitlines()) == 1, output
 
 
-def test_an_unknown_command() -> None:
+def test_an_unknown_command_is_refused_in_one_line() -> None:
     """As a process: what it imports and its exit say no more either."""
     with running("frobnicate") as command:
         assert command.wait() == USAGE
@@ -76,7 +78,7 @@ def test_an_unknown_command() -> None:
         (b"One short sentence. And another one.\n", "too short"),  # for one batch
     ],
 )
-def test_a_text_that_cannot_be_trained_on(text: bytes, message: str, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_trained_on_is_refused_in_one_line(text: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(text)
     code, output = called("demo", "--text", str(path))
@@ -101,7 +103,7 @@ def test_a_text_that_is_too_short_is_told_before_anything_is_started(
     assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_refused_and_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -144,7 +146,7 @@ class Silent(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
-def test_an_address_where_no_peer_answers_is_one_line_in_time(
+def test_an_address_where_no_peer_answers_is_refused_in_one_line_and_in_time(
     there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def results_of(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
 
 
 @pytest.mark.long
-def test_state(tmp_path: Path) -> None:
+def test_the_benchmark_of_state_downloads_reports_its_figures(tmp_path: Path) -> None:
     arguments = ["--mb", "12", "--donors", "2", "--rounds", "1"]
     (result,), _ = results_of("state.py", tmp_path, *arguments)
     assert (result["system"], result["mb"], result["donors"]) == ("manyhands", 12, 2)
@@ -44,7 +44,7 @@ def test_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_overlap(tmp_path: Path) -> None:
+def test_the_benchmark_of_overlap_reports_its_figures(tmp_path: Path) -> None:
     few = ["--mb", "1", "--codec", "none", "--pauses", "0.1", "--seconds", "0.05", "--repeats", "1"]
     results, _ = results_of("overlap.py", tmp_path, *few)
     assert [(result["loop"], result["pause_s"]) for result in results] == [
@@ -58,7 +58,7 @@ def test_overlap(tmp_path: Path) -> None:
         assert result["speed_kept"] > 0
 
 
-def test_codecs(tmp_path: Path) -> None:
+def test_the_benchmark_of_codecs_reports_their_bits_speed_and_error(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--numel", "300000", "--repeats", "1", "--json", str(path)]
     command = Command([str(BENCHMARKS / "codecs.py"), *arguments], module=None)
@@ -77,7 +77,7 @@ def test_codecs(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_rounding_drift(tmp_path: Path) -> None:
+def test_the_benchmark_of_rounding_drift_reports_its_figures(tmp_path: Path) -> None:
     arguments = ["--steps", "10", "--optimizers", "adamw", "--dtypes", "float32"]
     results, _ = results_of("rounding_drift.py", tmp_path, *arguments)
     assert [result["how"] for result in results] == ["foreach", "fused", "in double", "one ulp"]
@@ -85,7 +85,7 @@ def test_rounding_drift(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_coordinator(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_coordinator_reports_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]
     command = Command([str(BENCHMARKS / "coordinator.py"), *arguments], module=None)
@@ -100,7 +100,7 @@ def test_coordinator(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_dht(tmp_path: Path) -> None:
+def test_the_benchmark_of_the_dht_reports_its_figures(tmp_path: Path) -> None:
     [result], _ = results_of(
         "dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4", "--warm-up", "1"
     )
@@ -115,7 +115,7 @@ def test_dht(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_dht_sim(tmp_path: Path) -> None:
+def test_the_benchmark_of_the_simulated_dht_reports_its_figures(tmp_path: Path) -> None:
     [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "24", "--minutes", "1")
     assert result["nodes"] == 24
     assert result["gets"] > 100
@@ -124,7 +124,7 @@ def test_dht_sim(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_allreduce(tmp_path: Path) -> None:
+def test_the_benchmark_of_all_reduce_reports_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "2", "--mb", "1", "--rounds", "2", "--systems", "manyhands", "--codec", "none"]
     command = Command([str(BENCHMARKS / "allreduce.py"), *arguments, "--json", str(path)], module=None)
@@ -141,7 +141,7 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_data(tmp_path: Path) -> None:
+def test_the_benchmark_of_data_reports_its_figures(tmp_path: Path) -> None:
     result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--gb", "0.02", "--num-proc", "1", "--seconds", "0.01")
     known = {"prepare_mb_per_s", "first_sample_s", "loader_samples_per_s", "step_samples_per_s", "loader_x_step"}
     known |= {"first_served_sample_s", "stream_mb_per_s"}
@@ -161,7 +161,7 @@ def test_bad_arguments_are_one_line() -> None:
         command.close()
 
 
-def test_interrupt_leaves_nothing_behind() -> None:
+def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     arguments = ["--systems", "manyhands", "--peers", "2", "--mb", "1", "--codec", "none", "--rounds", "10000"]
     command = Command([str(BENCHMARKS / "allreduce.py"), *arguments], module=None)
     try:
@@ -181,7 +181,7 @@ IS_LINUX = sys.platform == "linux"
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
-def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
+def test_the_benchmark_of_optimizer_overhead_reports_its_figures(tmp_path: Path, case: str, figure: str) -> None:
     few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
     result, output = results_of("optimizer_overhead.py", tmp_path, *few)
     if case == "idle" or IS_LINUX:
@@ -190,7 +190,7 @@ def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
         assert result.keys() == {figure} | (more if case == "idle" else set())
 
 
-def test_gpu(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_reports_its_figures_or_that_it_was_skipped(tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--batches", "1", "--mb", "1"]
     results, output = results_of("gpu.py", tmp_path, *few)
     if not results:
@@ -202,7 +202,7 @@ def test_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_step_trace(tmp_path: Path) -> None:
+def test_the_trace_of_a_step_reports_its_figures(tmp_path: Path) -> None:
     figures, output = results_of("step_trace.py", tmp_path)
     ahead = figures.pop("with_look_ahead")
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}
@@ -214,7 +214,7 @@ def test_step_trace(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(not IS_LINUX or os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="no namespaces here")
-def test_reach(tmp_path: Path) -> None:
+def test_the_benchmark_of_reach_joins_and_contributes_behind_a_symmetric_router(tmp_path: Path) -> None:
     (row,), _ = results_of("reach.py", tmp_path, "--setups", "symmetric router", "--watch-s", "20")
     assert row["joins"]
     assert row["contributes"]

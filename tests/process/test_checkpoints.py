@@ -100,7 +100,7 @@ def test_trainers_that_were_all_killed_go_on_and_the_loss_goes_on_falling(tmp_pa
 
 
 @pytest.mark.long
-def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
+def test_checkpoints_of_other_settings_runs_formats_or_damaged_ones_are_refused(tmp_path: Path) -> None:
     with running(*arguments(tmp_path, "--max-steps", "2", "--checkpoint-every", "1")) as first:
         assert first.wait() == 0, first.output
     with running(*arguments(tmp_path, "--learning-rate", "0.001")) as other:

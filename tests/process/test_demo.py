@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.long
-def test_the_demo(tmp_path: Path) -> None:
+def test_the_demo_trains_averages_and_draws_its_curves(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     arguments = ("--peers", "3", "--steps", "4", "--target-batch-size", "64", "--summary", str(path))
     with running("demo", *arguments, folder=tmp_path) as demo:

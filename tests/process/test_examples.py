@@ -41,7 +41,7 @@ def test_every_example_is_tested_and_short() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOGETHER)
-def test_with_two_peers(name: str) -> None:
+def test_two_peers_run_each_example(name: str) -> None:
     first = start(name)
     second = None
     try:

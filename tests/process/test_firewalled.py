@@ -28,7 +28,7 @@ def last_event(path: Path, kind: str) -> dict[str, object]:
 
 
 @pytest.mark.long
-def test_they_wait_for_each_other_and_step_together_once_a_helper_can_be_dialled(tmp_path: Path) -> None:
+def test_firewalled_trainers_wait_and_step_together_once_a_helper_can_be_dialled(tmp_path: Path) -> None:
     text, stop_file = tmp_path / "text", tmp_path / "stop"
     paragraphs = (f"Number {n} is here. After it comes number {n + 1}. That is all." for n in range(600))
     text.write_text("\n\n".join(paragraphs))

@@ -30,7 +30,7 @@ sys.exit(code)
 """
 
 
-def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
+def test_a_first_peer_accepts_peers_and_logs_its_standing(tmp_path: Path) -> None:
     arguments = ["first-peer", "--listen", LOOPBACK, "--state-dir", str(tmp_path / "state")]
     events = tmp_path / "events"
     first = Command(["-c", WATCHED, *arguments, "--events", str(events)], module=None)
@@ -62,13 +62,13 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
     }
 
 
-def test_one_that_reaches_nobody_says_so_and_does_not_wait_for_others() -> None:
+def test_a_first_peer_that_reaches_nobody_says_so_and_begins_alone() -> None:
     with running("first-peer", "--listen", LOOPBACK, "--initial-peers", "127.0.0.1:1") as first:
         first.wait_for("no peer answers (initial peers: 1, peers seen before: 0); this peer begins alone")
         first.wait_for("records held")
 
 
-def test_one_without_options_has_the_same_address_at_each_start_and_prints_it_in_both_forms(tmp_path: Path) -> None:
+def test_a_first_peer_without_options_keeps_its_address_and_prints_it_in_both_forms(tmp_path: Path) -> None:
     told = []
     for _ in range(2):
         with running("first-peer", "--listen", LOOPBACK, folder=tmp_path) as first:
@@ -85,7 +85,7 @@ def test_one_without_options_has_the_same_address_at_each_start_and_prints_it_in
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("listen", few_of(["{port}", "[::]:*", ":{port}", "/ip6/::/tcp/{port}"]))
-def test_all_interfaces_are_those_of_both_families(listen: str) -> None:
+def test_a_first_peer_on_all_interfaces_is_reached_by_ipv4_and_ipv6(listen: str) -> None:
     port = free_port()
     with running("first-peer", "--listen", listen.format(port=port)) as first:
         told = [Address.parse(text) for text in first.wait_for("--initial-peers").split()[1:]]
@@ -108,7 +108,7 @@ def test_a_monitor_in_client_mode_names_the_peers_through_which_others_can_join(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
-def test_it_raises_the_limit_of_open_files_itself() -> None:
+def test_a_first_peer_raises_its_limit_of_open_files() -> None:
     code = (
         "import resource as r; from manyhands.cli.open_files import raise_open_files_limit as f;"
         "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1], 4096); r.setrlimit(r.RLIMIT_NOFILE, (64, hard)); f();"

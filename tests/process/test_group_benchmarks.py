@@ -11,7 +11,7 @@ from tests.process.test_benchmarks import results_of
 pytestmark = pytest.mark.process
 
 
-def test_matchmaking(tmp_path: Path) -> None:
+def test_the_benchmark_of_matchmaking_reports_its_figures(tmp_path: Path) -> None:
     results, _ = results_of("matchmaking.py", tmp_path, "--peers", "2,3", "--groups", "2")
     assert [(result["peers"], result["case"]) for result in results] == [
         (peers, case) for peers in (2, 3) for case in ("cold", "warm", "dht")
@@ -39,7 +39,7 @@ def test_mixing_has_the_figures_of_the_paper(tmp_path: Path) -> None:
     assert rounds[512, "32x32", 0.0, "chosen"] < rounds[512, "32x32", 0.0, "grid"], "half of the grid is empty"
 
 
-def test_a_small_grid_of_peers(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_small_grid_ends_with_a_small_spread(tmp_path: Path) -> None:
     arguments = ["--peers", "9", "--max-group-size", "3", "--steps", "4", "--p-fail", "0"]
     ((result,), _) = results_of("grid_swarm.py", tmp_path, *arguments)
     assert result["spread_last_10_max"] < 0.5
@@ -47,7 +47,7 @@ def test_a_small_grid_of_peers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_small_run_in_a_grid(tmp_path: Path) -> None:
+def test_the_benchmark_of_training_in_a_grid_makes_all_steps(tmp_path: Path) -> None:
     arguments = ["--peers", "9", "--max-group-size", "3", "--steps", "8", "--p-fail", "0"]
     ((result,), _) = results_of("optimizer_grid.py", tmp_path, *arguments)
     assert result["steps"] >= 6

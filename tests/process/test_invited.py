@@ -38,7 +38,7 @@ def start_coordinator(folder: Path) -> str:
 
 
 @pytest.mark.long
-def test_a_run_by_invitation(tmp_path: Path) -> None:
+def test_a_run_by_invitation_admits_counts_and_bans_peers(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(
         "".join(f"Sentence number {n} of this text is here. It has another one behind it.\n\n" for n in range(3000))
@@ -80,7 +80,7 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)  # several programs import torch, one after the other
-def test_a_run_with_the_settings_that_its_owner_signed(tmp_path: Path) -> None:
+def test_a_run_whose_owner_signed_the_settings_refuses_trainers_with_others(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Sentence number {n} of this text is here. It has another one.\n\n" for n in range(3000)))
     training = (*COMMON, *SMALL, "--text", str(text))

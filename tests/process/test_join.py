@@ -70,7 +70,7 @@ def test_a_joiner_without_the_text_of_the_run_is_told_and_trains_on_no_other(
     assert re.search(r"Training on \d+ samples of .*other.txt; 64 others are held out", first.output)
 
 
-def test_one_word_joins_a_run_with_another_model_and_contributes(
+def test_join_with_one_address_adopts_the_model_of_the_run_and_contributes(
     trainer: tuple[Command, str, str], tmp_path: Path
 ) -> None:
     _, address, _ = trainer
@@ -102,7 +102,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
     assert peer_ids[0] == peer_ids[1]
 
 
-def test_what_is_started_in_one_folder_without_an_address_is_one_network(tmp_path: Path) -> None:
+def test_commands_started_in_one_folder_without_an_address_find_each_other(tmp_path: Path) -> None:
     with running("monitor", *LISTEN, folder=tmp_path) as monitor:
         monitor.wait_for("Running DHT root at 127.0.0.1:")
         with running("train", *COMMON, folder=tmp_path) as first:
@@ -119,7 +119,7 @@ def test_what_is_started_in_one_folder_without_an_address_is_one_network(tmp_pat
     assert "runs in this folder" not in alone.output, "nobody does any more"
 
 
-def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tuple[Command, str, str]) -> None:
+def test_two_trainers_started_in_one_folder_use_a_state_folder_each(trainer: tuple[Command, str, str]) -> None:
     first, address, _ = trainer
     with running("train", "--run-id", "runA", "--initial-peers", address, *WITHOUT_TEXT, folder=first.folder) as second:
         second.wait_for("Joining run runA")
@@ -128,7 +128,9 @@ def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tupl
 
 
 @pytest.mark.long
-def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, str, str]) -> None:
+def test_train_adopts_the_settings_of_the_run_and_refuses_options_that_differ(
+    trainer: tuple[Command, str, str],
+) -> None:
     _, address, _ = trainer
     start = ("train", "--initial-peers", address, *WITHOUT_TEXT)
     with running(*start, "--learning-rate", "0.1", "--hidden-size", "96") as other:
@@ -160,7 +162,7 @@ def test_a_mistyped_run_id_is_told_with_the_runs_that_are_there(trainer: tuple[C
 
 
 @pytest.mark.long
-def test_a_ticket_that_cannot_be_used(trainer: tuple[Command, str, str]) -> None:
+def test_a_ticket_that_cannot_be_used_is_refused_with_the_reason(trainer: tuple[Command, str, str]) -> None:
     _, address, ticket = trainer
     place = Address.parse(address)
     for bad, message in [
@@ -202,7 +204,7 @@ def test_a_trainer_that_starts_while_another_one_begins_the_run_waits_for_its_se
             second.wait_for("Others can join this run with one word")  # it fits the run
 
 
-def test_who_joins_a_run_that_nobody_begins_any_more_is_told() -> None:
+def test_a_newcomer_is_told_that_the_peer_that_began_the_run_has_left() -> None:
     with Peer(listen=[LOOPBACK]) as peer:
         beginning = Beginning(peer.dht, peer.peer_id, "gone")
 
@@ -246,7 +248,7 @@ def sign(peer: Peer, **extra: str) -> None:
         ),
     ],
 )
-def test_a_recipe_that_cannot_be_trained_here(facts: dict[str, str], message: str) -> None:
+def test_a_run_whose_recipe_cannot_be_trained_here_is_refused(facts: dict[str, str], message: str) -> None:
     with Peer(listen=[LOOPBACK]) as peer:
         sign(peer, **facts)
         started = time.monotonic()

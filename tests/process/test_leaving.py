@@ -43,7 +43,7 @@ def assert_it_leaves(command: Command, interrupt: Callable[[], None]) -> None:
     assert not psutil.wait_procs(before, timeout=LEAVE_S)[1], "processes are left"
 
 
-def test_ctrl_c_on_a_monitor() -> None:
+def test_ctrl_c_ends_a_monitor() -> None:
     with running("monitor", "--run-id", "leaving", "--listen", LOOPBACK) as monitor:
         address_of(monitor)
         assert_it_leaves(monitor, monitor.interrupt)
@@ -99,14 +99,14 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
         pytest.param("Training the tokenizer", marks=pytest.mark.sweep),
     ],
 )
-def test_ctrl_c_on_a_trainer(moment: str) -> None:
+def test_ctrl_c_ends_a_trainer(moment: str) -> None:
     with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", *SMALL) as trainer:
         trainer.wait_for(moment)
         assert_it_leaves(trainer, trainer.interrupt)
 
 
 @pytest.mark.long
-def test_ctrl_c_before_the_training_is_told() -> None:
+def test_a_trainer_stopped_before_the_training_says_so() -> None:
     with running_patiently("train", "--run-id", "leaving", "--listen", LOOPBACK, *SMALL) as trainer:
         trainer.wait_for("Loading PyTorch")
         trainer.interrupt()
@@ -115,7 +115,7 @@ def test_ctrl_c_before_the_training_is_told() -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
+def test_ctrl_c_ends_a_trainer_that_waits_for_an_averaging_partner() -> None:
     with ExitStack() as stack:
         common = ("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--target-batch-size", "32")
         first = stack.enter_context(running(*common))
@@ -128,7 +128,7 @@ def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", few_of(["Step 1", "Running a coordinator"]))
-def test_ctrl_c_on_the_demo(moment: str) -> None:
+def test_ctrl_c_ends_the_demo(moment: str) -> None:
     with running("demo", "--peers", "2", "--steps", "50", "--target-batch-size", "32") as demo:
         demo.wait_for(moment)
         assert demo.descendants()

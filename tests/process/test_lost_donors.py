@@ -42,7 +42,7 @@ def test_a_newcomer_whose_donor_is_killed_ends_with_what_to_do_and_begins_nothin
         assert "alone" not in newcomer.output
 
 
-def test_a_donor_that_is_told_to_end_says_for_whom_it_stays_and_the_newcomer_goes_on(tmp_path: Path) -> None:
+def test_a_donor_that_is_told_to_end_stays_for_a_download_says_so_and_the_newcomer_goes_on(tmp_path: Path) -> None:
     with download(tmp_path / "kept", "4") as (trainer, newcomer):
         trainer.terminate()
         trainer.wait_for("downloads the state from this one: leaving when it has it")

@@ -212,7 +212,7 @@ def check_curves(tmp_path: Path) -> None:
         (["evaluate", "--initial-peers", "127.0.0.1:1", "--text", "gone.txt"], "gone.txt"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line_and_leaves_nothing(
+def test_a_monitor_refuses_options_that_cannot_work_and_leaves_no_file(
     arguments: list[str],
     said: str,
     tmp_path: Path,

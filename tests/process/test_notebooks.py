@@ -110,7 +110,7 @@ WITH_A_WARNING = "echo 'WARNING: infoROM is corrupted' >&2; echo 'Tesla T4, 1536
         ("", ("NEEDS_GPU = True", "NEEDS_GPU = False"), "into the field INITIAL_PEERS"),
     ],
 )
-def test_join_stops_clearly(
+def test_the_join_notebook_without_gpu_or_address_says_what_to_do(
     nvidia_smi: str, change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if nvidia_smi:
@@ -161,7 +161,9 @@ def test_a_trainer_that_does_not_start_fails_its_cell(tmp_path: Path, monkeypatc
     assert last == TRAINER_ENDED
 
 
-def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_that_starts_a_run_trains_and_monitors_behind_tunnels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = fields_behind_tunnels(monkeypatch)
     stop_file, log = tmp_path / "stop", tmp_path / "monitor.log"
     options = f"{' '.join(TINY)} --text {tmp_path / 'text'} --batch-size 4 --stop-file {stop_file} --listen {LOOPBACK}"
@@ -201,7 +203,7 @@ def aws_notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_aws_from_up_to_down(aws_notebook: str, tmp_path: Path) -> None:
+def test_the_aws_notebook_creates_an_experiment_and_deletes_it(aws_notebook: str, tmp_path: Path) -> None:
     output = executed(aws_notebook, tmp_path)
     assert "    manyhands join " in output
     assert "\x1b" not in output, "plain lines, nothing that is redrawn"

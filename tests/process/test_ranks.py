@@ -212,7 +212,7 @@ def be_refused(rank: int, *initial_peers: str) -> None:
 
 
 @pytest.mark.long
-def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     with peers(1) as (peer,):
         other = Trainer(peer, "shapes", 8)
         with job(be_refused, tmp_path, *peer.addresses) as both:
@@ -325,7 +325,7 @@ def use_options(rank: int, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -> None:
+def test_ranks_agree_with_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -> None:
     with job(use_options, tmp_path, str(tmp_path)) as both:
         scaled = both.hear()
         digest = scaled[0]["digest"]
@@ -355,7 +355,7 @@ def wait_long(rank: int) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_waits_for_another_one_for_so_long(tmp_path: Path) -> None:
+def test_a_rank_waits_for_another_one_up_to_a_limit(tmp_path: Path) -> None:
     with job(wait_long, tmp_path) as both:
         assert [said["outcome"] for said in both.hear()] == ["RankLost", "late"]
         assert both.wait() == [0, 0]
@@ -383,7 +383,7 @@ def prepare(rank: int) -> None:
 
 
 @pytest.mark.long
-def test_accelerate_prepares_it_as_any_other_optimizer(tmp_path: Path) -> None:
+def test_accelerate_prepares_the_optimizer_of_several_ranks(tmp_path: Path) -> None:
     with job(prepare, tmp_path) as both:
         first, second = both.hear()
         assert first == second

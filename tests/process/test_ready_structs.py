@@ -36,6 +36,6 @@ for thread in threads:
 """
 
 
-def test_types_of_messages_are_looked_into_before_threads_read_them() -> None:
+def test_message_types_are_prepared_before_threads_decode_them() -> None:
     """Without that msgspec ends this program with SIGSEGV each time."""
     assert subprocess.run([sys.executable, "-c", PROGRAM], timeout=60, check=False).returncode == 0

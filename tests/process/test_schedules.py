@@ -156,7 +156,7 @@ def test_the_rate_goes_by_the_global_step_and_all_samples_count(way: str, tmp_pa
         ]
     ),
 )
-def test_what_would_go_wrong_is_refused_with_the_lines_to_write(
+def test_loops_that_would_train_wrongly_are_refused_with_the_lines_to_write(
     way: str, says: str, write: str, tmp_path: Path
 ) -> None:
     with two(way, tmp_path) as commands:

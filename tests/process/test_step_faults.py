@@ -117,7 +117,7 @@ def assert_they_learnt_and_agree(trainers: list[Trainer]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", few_of(PHASES))
-def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
+def test_the_others_learn_and_agree_after_a_kill_in_any_phase_of_a_step(phase: str) -> None:
     with survivors() as trainers, victim(phase, trainers[0].peer.addresses) as command:
         last_step: list[int] = []
 
@@ -135,7 +135,7 @@ def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
 
 
 @pytest.mark.long
-def test_who_is_left_alone_by_a_kill_goes_on_before_the_record_of_the_dead_one_expires() -> None:
+def test_a_survivor_of_a_kill_goes_on_before_the_record_of_the_dead_peer_expires() -> None:
     with (
         manyhands.Peer(listen=LISTEN, rpc_config=RPC) as peer,
         victim("averaging", peer.addresses) as command,

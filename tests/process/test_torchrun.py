@@ -46,7 +46,9 @@ def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize("option", [("--stop-file", "stop"), ("--auxiliary", "--initial-peers", "127.0.0.1:1")])
-def test_what_several_ranks_cannot_do(option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_for_one_process_are_refused_under_torchrun(
+    option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     command = Command([*SMALL, *option])

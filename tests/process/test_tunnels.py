@@ -38,7 +38,7 @@ def ngrok(monkeypatch: pytest.MonkeyPatch) -> None:
         ("good-token", ["monitor", "--announce", "203.0.113.7:31337"], "--announce gives another"),
     ],
 )
-def test_bad_input(
+def test_bad_tunnel_options_are_refused_in_one_line(
     token: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

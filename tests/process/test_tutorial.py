@@ -107,7 +107,7 @@ def test_one_requirements_file_has_what_all_the_scripts_need() -> None:
 
 
 @pytest.mark.long
-def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path) -> None:
+def test_the_tutorial_works_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     at_monitor = tmp_path / "monitor"
@@ -144,7 +144,7 @@ def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_tutorial_with_a_first_peer_and_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_works_with_a_first_peer_and_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIVEMIND_THREADS", "256")
     with started(FIRST_PEER, tmp_path / "coordinator") as coordinator:
         address = coordinator.wait_for("--initial-peers").split()[-1]

@@ -140,7 +140,7 @@ def test_members_with_equal_lines_reduce_the_same_from_the_first_round_on(down_m
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.8])
-def test_who_is_wrongly_taken_for_slow_or_fast_has_its_part_again_within_three_rounds(factor: float) -> None:
+def test_a_peer_wrongly_taken_for_slow_or_fast_has_its_equal_part_again_within_three_rounds(factor: float) -> None:
     """Then all have less to send, or one of them much more, and all look as fast as they are nevertheless."""
     wrong = {**FOUR, "p1": factor * FOUR["p1"]}
     measured = run_rounds(4, FOUR, wrong, latency_s=FAR_S, down_mbit_s=None)

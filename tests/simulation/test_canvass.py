@@ -196,7 +196,7 @@ def test_while_peers_may_still_vote_the_first_one_that_answers_does_not_decide()
     in_virtual_time(check)
 
 
-def test_a_peer_that_does_not_answer_holds_nobody_up_whom_most_have_answered() -> None:
+def test_a_peer_that_does_not_answer_delays_nobody_once_most_have_answered() -> None:
     """A newcomer to a run of three, and of a fourth that died a moment ago."""
 
     async def check() -> None:

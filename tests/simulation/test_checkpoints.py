@@ -424,7 +424,7 @@ def test_a_model_of_transformers_goes_on_and_is_one_that_transformers_loads(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
-def test_what_a_module_is_wrapped_in_is_not_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_compiled_module_fits_the_plain_one(tmp_path: Path) -> None:
     def train(member: Member) -> None:
         with Checkpoints(tmp_path, member.optimizer, torch.compile(member.model)):  # type: ignore[arg-type]
             steps_of(member, range(1))

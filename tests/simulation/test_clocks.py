@@ -13,9 +13,7 @@ from tests.simulation.test_twins import Machines
 @pytest.mark.parametrize(
     ("ahead_s", "words"), [(3600.0, "3600 s ahead of"), (75.0, "75 s ahead of"), (-90.0, "90 s behind")]
 )
-def test_a_trainer_is_refused_at_its_start_from_the_difference_on_from_which_its_records_are(
-    ahead_s: float, words: str
-) -> None:
+def test_a_trainer_whose_clock_is_wrong_by_more_than_60_s_is_refused_at_its_start(ahead_s: float, words: str) -> None:
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("late", 1.0)
@@ -29,7 +27,7 @@ def test_a_trainer_is_refused_at_its_start_from_the_difference_on_from_which_its
 
 
 @pytest.mark.parametrize("ahead_s", [45.0, -45.0])
-def test_a_clock_that_is_less_wrong_than_that_costs_nothing(ahead_s: float) -> None:
+def test_a_clock_that_is_wrong_by_45_s_costs_nothing(ahead_s: float) -> None:
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("late", 1.0)

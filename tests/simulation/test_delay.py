@@ -126,7 +126,7 @@ def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pyte
     assert reports[-1][1] - reports[0][1] >= 4 * (STEP_S - 2 * LOOK_S) / (2 * batch_s), "all batches were computed"
 
 
-def test_what_was_computed_meanwhile_counts_in_the_next_step_and_all_end_alike() -> None:
+def test_gradients_computed_during_a_step_count_in_the_next_one_and_all_peers_end_equal() -> None:
     done = {}
 
     def train(member: Member) -> None:

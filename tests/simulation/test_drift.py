@@ -156,7 +156,9 @@ def test_a_peer_with_other_parameters_loads_those_of_the_majority(
 
 
 @pytest.mark.parametrize("options", few_of([{}, *ELSEWHERE]), ids=str)
-def test_the_same_parameters_are_left_alone(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_with_the_same_parameters_do_not_reload(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(options=options)
     members = run.go()
     assert warnings(caplog) == []
@@ -166,7 +168,9 @@ def test_the_same_parameters_are_left_alone(options: dict[str, Any], caplog: pyt
 
 
 @pytest.mark.parametrize("options", few_of(ELSEWHERE), ids=str)
-def test_in_the_background_and_on_the_host(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_with_other_parameters_reloads_also_with_background_steps_and_offload(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(options=options, change={"p2": once(flip_a_bit)})
     members = run.go()
     (at,) = run.reloaded_at["p2"]
@@ -177,7 +181,7 @@ def test_in_the_background_and_on_the_host(options: dict[str, Any], caplog: pyte
     assert all(member.optimizer.statistics.states_loaded == (name == "p2") for name, member in members.items())
 
 
-def test_rounding_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_that_differ_by_rounding_do_not_reload(caplog: pytest.LogCaptureFixture) -> None:
     """Each peer but one moves each of its parameters by a unit in the last place after each batch."""
     num_changes = 0
 
@@ -241,7 +245,7 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
     assert all(members["p3"].peer.peer_id in text for text in warnings(caplog))
 
 
-def test_who_misses_steps_of_peers_that_all_change_their_parameters_alike_is_left_alone(
+def test_a_peer_that_missed_steps_does_not_reload_where_all_change_their_parameters_alike(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What it loads has been changed already, what the others have told of has not."""
@@ -258,7 +262,7 @@ def test_who_misses_steps_of_peers_that_all_change_their_parameters_alike_is_lef
     assert all(member.optimizer.statistics.parameters_reloaded == 0 for member in members.values())
 
 
-def test_of_two_peers_that_differ_none_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_peers_that_differ_warn_and_do_not_reload(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(num_peers=2, change={"p1": once(forget_an_average)})
     members = run.go()
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())

@@ -100,7 +100,7 @@ def test_an_overflow_drops_its_micro_batch_and_nothing_else(is_unscaled_before: 
     assert_equal_parameters(member.model, plain)
 
 
-def test_half_precision_on_the_device_with_a_scaler_and_masters_on_the_host() -> None:
+def test_a_half_precision_model_trains_with_a_scaler_and_masters_on_the_host() -> None:
     """Plain torch refuses gradients in float16 here."""
 
     def half_model() -> torch.nn.Module:
@@ -132,7 +132,7 @@ def test_half_precision_on_the_device_with_a_scaler_and_masters_on_the_host() ->
 # closures, hooks, options, checkpoints
 
 
-def test_a_closure_computes_the_loss() -> None:
+def test_a_step_with_a_closure_computes_the_loss_as_in_plain_torch() -> None:
     def train(member: Member) -> None:
         optimizer = member.optimizer
 
@@ -150,7 +150,7 @@ def test_a_closure_computes_the_loss() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_hooks_run(offload: bool) -> None:
+def test_step_save_and_load_hooks_run(offload: bool) -> None:
     def train(member: Member) -> None:
         optimizer, calls = member.optimizer, []
         optimizer.register_step_pre_hook(lambda *_: calls.append("before each batch"))
@@ -219,7 +219,7 @@ def test_a_function_makes_the_optimizer_and_its_schedule() -> None:
     swarm.run()
 
 
-def test_what_is_left_of_a_wrong_pair_of_optimizer_and_params_is_one_line() -> None:
+def test_an_optimizer_and_params_that_do_not_go_together_are_refused() -> None:
     def nothing(member: Member) -> None:
         raise AssertionError
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_goes_on_where_it_was_taken(offload: bool) -> None:
     assert two.optimizer.state_digest() == saved["digest"]
 
 
-def test_who_loads_an_old_checkpoint_follows_the_run() -> None:
+def test_a_peer_that_loads_an_old_checkpoint_follows_the_run() -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm = Swarm()
 
@@ -291,7 +291,7 @@ def test_who_loads_an_old_checkpoint_follows_the_run() -> None:
     assert swarm.members["p1"].optimizer.statistics.states_loaded >= 1
 
 
-def test_what_codecs_lost_is_forgotten_with_the_parameters_that_it_belongs_to() -> None:
+def test_loading_a_state_clears_the_error_feedback_of_codecs() -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm, forgotten = Swarm(), []
 
@@ -361,7 +361,7 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
     assert len(set(digests.values())) == 1
 
 
-def test_nobody_waits_for_one_that_asks_for_the_means_of_a_step_without_its_gradient() -> None:
+def test_the_others_do_not_wait_for_a_peer_that_asks_for_the_means_without_a_gradient() -> None:
     """It is no newcomer: it comes to the next round in any case."""
     logging.getLogger("manyhands").setLevel(logging.CRITICAL)
     swarm, took_s = Swarm(), list[float]()
@@ -383,7 +383,7 @@ def test_nobody_waits_for_one_that_asks_for_the_means_of_a_step_without_its_grad
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "offload"])
-def test_the_members_step_without_the_gradient_of_one_that_is_far_too_large(offload: bool) -> None:
+def test_members_step_without_a_gradient_that_is_far_too_large(offload: bool) -> None:
     logging.getLogger("manyhands").setLevel(logging.CRITICAL)
     swarm, digests = Swarm(), {}
 

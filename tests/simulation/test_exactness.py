@@ -137,7 +137,7 @@ def test_any_split_makes_the_steps_of_one_process(name: str, max_grad_norm: floa
     assert len({member.optimizer.state_digest() for member in swarm.members.values()}) == 1
 
 
-def test_clipping_is_not_a_no_op() -> None:
+def test_clipping_changes_the_parameters_of_this_test() -> None:
     """Else the test above would show nothing."""
     clipped, free = whole_batches(MAKERS["SGD"], 0.5), whole_batches(MAKERS["SGD"], None)
     assert (clipped.hidden.weight - free.hidden.weight).abs().max() > 0.01
@@ -183,7 +183,7 @@ def test_a_loss_over_tokens_is_weighted_by_tokens() -> None:
         assert_equal_parameters(member.model, plain)
 
 
-def test_a_tiny_albert_with_lamb_and_clipping() -> None:
+def test_a_tiny_albert_with_lamb_and_clipping_trains_as_in_one_process() -> None:
     """Its layers share one set of weights, and its decoder those of the embedding."""
     import transformers
 

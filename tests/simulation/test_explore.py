@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_seeds_hold_and_one_is_replayed_event_by_event(name: str, tmp_path: Path) -> None:
+def test_scenarios_hold_for_all_seeds_and_replay_event_by_event(name: str, tmp_path: Path) -> None:
     outcomes = [run_seed(name, seed) for seed in range(1, 1 + NUM_SEEDS[name])]
     failed = [outcome.report() for outcome in outcomes if outcome.error]
     assert not failed, "\n" + "\n".join(failed)
@@ -50,7 +50,7 @@ FAILED_ONCE = (1520, 117, 18, 1904, 1643, 625, 629)
 
 
 @pytest.mark.parametrize(("name", "seed"), few_of([("rounds", seed) for seed in FAILED_ONCE], 2))
-def test_seeds_that_failed_once_hold(name: str, seed: int) -> None:
+def test_scenarios_hold_for_seeds_that_failed_once(name: str, seed: int) -> None:
     """In these, peers that a fault had hit avoided each other in turn, for longer each time."""
     outcome = run_seed(name, seed)
     assert not outcome.error, outcome.report()
@@ -157,6 +157,6 @@ explore.replay("spin", 1, Console(), 1.0)
 
 
 @pytest.mark.long
-def test_many_seeds_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_explorer_runs_several_seeds_and_counts_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert explore.main(["--scenario", "rpc", "--seeds", "3", "--first", "1000"]) == 0
     assert "rpc: 3 seeds, 0 failed" in capsys.readouterr().out

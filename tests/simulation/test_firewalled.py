@@ -73,7 +73,9 @@ def help_until(swarm: Swarm, names: set[str]) -> Callable[[Member], None]:
     return help_out
 
 
-def test_they_make_no_step_alone_keep_their_samples_and_say_what_mends_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_firewalled_peers_make_no_step_alone_keep_their_samples_and_say_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     swarm = Swarm()
     start_clients(swarm, train_for(3 * MINUTE_S))
     swarm.run()
@@ -88,7 +90,7 @@ def test_they_make_no_step_alone_keep_their_samples_and_say_what_mends_it(caplog
     assert all("manyhands train --auxiliary --run-id swarm --initial-peers /ip4/" in line for line in lines)
 
 
-def test_with_an_auxiliary_peer_they_step_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_firewalled_peers_step_together_with_an_auxiliary_peer(caplog: pytest.LogCaptureFixture) -> None:
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(8, digests))
     swarm.start(
@@ -106,7 +108,7 @@ def test_with_an_auxiliary_peer_they_step_together(caplog: pytest.LogCaptureFixt
     assert len(lines) == 4, "nothing more once the helper is there"
 
 
-def test_one_without_the_state_of_the_run_is_told_that_it_will_drop_its_gradients(
+def test_a_firewalled_peer_without_the_state_is_told_that_it_will_drop_its_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first one has made steps before the second one came, and neither can ask the other for its state."""
@@ -130,7 +132,7 @@ def test_one_without_the_state_of_the_run_is_told_that_it_will_drop_its_gradient
     assert all("the others (1 of the 2) drop theirs when they load that state" in line for line in lines)
 
 
-def test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial() -> None:
+def test_a_late_helper_is_given_the_state_by_firewalled_peers() -> None:
     """The first helper leaves at step 4; the second one and a trainer come with other parameters, at step 4 or so."""
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(10, digests))
@@ -153,7 +155,7 @@ def test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial() -
         assert swarm.members[name].optimizer.statistics.samples_dropped <= 2 * TARGET
 
 
-def test_a_trainer_that_can_be_dialled_gets_their_state_and_mends_it_as_well() -> None:
+def test_a_trainer_that_can_be_dialled_gets_the_state_of_firewalled_peers_and_steps_with_them() -> None:
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(9, digests))
 
@@ -173,14 +175,16 @@ def test_a_trainer_that_can_be_dialled_gets_their_state_and_mends_it_as_well() -
     assert len(set(digests.values())) == 1
 
 
-def test_who_allows_it_goes_on_alone() -> None:
+def test_firewalled_peers_go_on_alone_with_allow_solo() -> None:
     swarm = Swarm()
     start_clients(swarm, train_for(60.0), allow_solo=True)
     swarm.run()
     assert all(member.optimizer.global_step > 3 for member in swarm.members.values())
 
 
-def test_one_that_they_cannot_reach_either_is_told_so_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_firewalled_peers_cannot_reach_either_is_told_so_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Contacts, "connect_to_those_in_need", lambda self: None)
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(1000, digests))

@@ -71,7 +71,7 @@ def plain_steps(model: torch.nn.Module, steps: range, optimizer: torch.optim.Opt
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_frozen_later_and_trained_again_is_as_in_one_process(offload: bool) -> None:
+def test_layers_frozen_for_some_steps_end_as_in_one_process(offload: bool) -> None:
     """Weight decay and momentum do not move it meanwhile."""
 
     def train(member: Member) -> None:
@@ -97,7 +97,7 @@ def test_what_is_frozen_later_and_trained_again_is_as_in_one_process(offload: bo
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_the_run_does_not_train_is_refused_once_it_requires_grad(offload: bool) -> None:
+def test_a_parameter_that_the_run_does_not_train_is_refused_once_it_requires_grad(offload: bool) -> None:
     """Nothing is counted and nothing moves then; once it is frozen again training goes on, without the gradient."""
 
     def train(member: Member) -> None:

@@ -25,7 +25,7 @@ GONE_S = LEAVES_S + 4.0
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False])
-def test_a_goodbye_is_no_reason_to_warn_and_a_peer_that_vanishes_is(
+def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
     says_goodbye: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "manyhands.optim")
@@ -151,13 +151,13 @@ def trains_alone(swarm: Swarm, num_steps: int, *, freezes: bool) -> float:
     return seconds[0]
 
 
-def test_one_that_is_behind_and_sleeps_does_not_stop_the_last_one_that_trains(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sleeping_peer_that_is_behind_does_not_stop_the_last_trainer(caplog: pytest.LogCaptureFixture) -> None:
     """The DHT shows it, and it answers."""
     assert trains_alone(Swarm(), 3, freezes=False) < 15.0, "4 s each"
     assert not [record for record in caplog.records if record.message.startswith("The DHT shows no other peer")]
 
 
-def test_one_whose_machine_has_frozen_is_not_asked_before_every_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_on_a_frozen_machine_is_not_asked_before_each_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, asked = Swarm(), list[float]()
     ask = Contacts.any_answers
 
@@ -188,7 +188,9 @@ def test_a_peer_that_is_closed_in_a_call_of_step_calls_nobody_any_more() -> None
     swarm.run()
 
 
-def test_what_a_peer_has_accumulated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_asked_again_and_again_tells_its_accumulated_samples_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Here to one that computes nothing, by one that has all but reached the target and is called again and again."""
     told: Counter[tuple[PeerId, Position, int]] = Counter()
     hear = Contacts._on_told

@@ -109,7 +109,7 @@ def pair(train: Callable[[Member], None], **options: Any) -> Swarm:
     [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}, {"max_grad_norm": MAX_NORM}],
     ids=str,
 )
-def test_it_stays_as_it_was(options: dict[str, Any]) -> None:
+def test_gradients_stay_as_they_were_after_a_step(options: dict[str, Any]) -> None:
     """In the same tensors, whether a step is made, fails or is not due."""
 
     def train(member: Member) -> None:

@@ -158,7 +158,7 @@ def apart(vectors: list[torch.Tensor]) -> float:
     ("phase", "number", "delay"),
     few_of([(phase, number, None) for number in (1, 0) for phase in PHASES] + [("averaging", 0, "gradients")]),
 )
-def test_a_peer_killed_in_the_midst_of_a_step(
+def test_a_grid_steps_on_without_a_peer_killed_in_the_midst_of_a_step(
     phase: str, number: int, delay: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others make this step and the next ones together, lose no sample, and stay near each other."""
@@ -227,7 +227,7 @@ def test_a_peer_killed_in_the_midst_of_a_step(
 
 
 @pytest.mark.long
-def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
+def test_a_run_that_outgrows_one_group_and_shrinks_again_stays_together() -> None:
     """Four peers are one group of four; with eight more they stand in a grid; then the eight say goodbye.
 
     When the eight come, a peer may find its cell taken as the step begins: then that step is made without it.
@@ -277,7 +277,7 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
 
 
 @pytest.mark.sweep
-def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
+def test_a_peer_that_finds_its_group_full_goes_on_to_the_next_round() -> None:
     """Half of a grid leaves. Its groups are drawn at random then, and some have more members than a group may have."""
     swarm, leaving = Swarm(seed=2), [f"p{number}" for number in range(12, 24)]
     waits: dict[str, list[float]] = {}
@@ -317,7 +317,7 @@ def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
 @pytest.mark.parametrize(
     ("num_trainers", "num_clients", "num_auxiliary", "max_group_size"), few_of([(20, 4, 2, 5), (64, 12, 4, 9)])
 )
-def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data(
+def test_a_large_run_with_firewalled_and_auxiliary_peers_stays_together(
     num_trainers: int, num_clients: int, num_auxiliary: int, max_group_size: int
 ) -> None:
     """Cells of the grid stay empty, batches take from 0.4 to 1.6 s, and what each peer has in a step differs."""
@@ -370,7 +370,7 @@ def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data(
     assert apart([flat(swarm.members[name].model) for name in trainers]) < STATED
 
 
-def test_an_empty_cell_of_the_grid_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_cell_of_the_grid_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Three peers in groups of two: in each step each of them has nobody beside it in one of its two rounds."""
     caplog.set_level(logging.INFO, "manyhands")
     swarm = Swarm()

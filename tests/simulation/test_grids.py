@@ -43,7 +43,7 @@ def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int,
     assert all(disagreement is not None and disagreement < ROUNDING for disagreement in told), told
 
 
-def test_the_mean_of_a_full_grid_is_weighted_whoever_meets_whom() -> None:
+def test_the_mean_of_a_full_grid_is_weighted_by_all_weights() -> None:
     """Also auxiliary peers, whose weight is 0, count with none of their values, and hold the mean."""
     swarm = swarm_after(2, 16, 4, 0.0, weights=(1.0, 5.0, 0.0, 100.0, 3.0))
     for before, after in zip(swarm.before_means[FIRST_STEPS:], swarm.means[FIRST_STEPS:], strict=True):
@@ -64,7 +64,7 @@ def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
     assert max(swarm.step_s) < 15.5, "what a step may take"
 
 
-def test_who_sits_a_step_out_costs_nobody_else_a_round() -> None:
+def test_a_peer_that_sits_out_a_step_costs_nobody_else_a_round() -> None:
     """Whoever it is: also the one with the lowest id, which leads each of its groups."""
     planned = {2 + number: (f"p{number}", Failure.SITS_OUT) for number in range(16)}
     swarm = swarm_after(3, 16, 4, 0.0, num_steps=18, planned=planned)
@@ -72,7 +72,7 @@ def test_who_sits_a_step_out_costs_nobody_else_a_round() -> None:
 
 
 @pytest.mark.parametrize("seed", few_of(range(4)))
-def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_mean(seed: int) -> None:
+def test_a_peer_that_comes_back_takes_a_cell_of_its_own_and_all_hold_one_mean(seed: int) -> None:
     """Every third step one dies. In the next one it takes a cell, which others may not know yet; then all do."""
     planned = {3 * number + 2: (f"p{number}", Failure.DIES) for number in range(5)}
     swarm = swarm_after(seed, 16, 4, 0.0, num_steps=17, planned=planned)

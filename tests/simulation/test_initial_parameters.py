@@ -53,7 +53,7 @@ class Begin:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_are_those_of_the_peer_that_began_the_run(seed: int) -> None:
+def test_initial_parameters_are_those_of_the_peer_that_began_the_run(seed: int) -> None:
     """The lowest peer id once won, so that the first peer's pretrained weights were dropped more often than not."""
     begin = Begin(seed)
     begin.start("p1", 0.0)
@@ -63,7 +63,7 @@ def test_they_are_those_of_the_peer_that_began_the_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_stay_when_the_peer_that_began_the_run_leaves(seed: int) -> None:
+def test_initial_parameters_stay_when_the_peer_that_began_the_run_leaves(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0, ends_s=15.0)
     begin.start("p0", LATER_S)
@@ -72,7 +72,7 @@ def test_they_stay_when_the_peer_that_began_the_run_leaves(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_are_those_of_the_peer_whose_user_says_so(seed: int) -> None:
+def test_initial_parameters_are_those_of_the_peer_with_start_new(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0)
     begin.start("p0", LATER_S)
@@ -81,7 +81,7 @@ def test_they_are_those_of_the_peer_whose_user_says_so(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_they_are_those_of_the_peer_that_began_the_run_also_if_nobody_can_dial_it(seed: int) -> None:
+def test_initial_parameters_are_those_of_a_client_that_began_the_run(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0, client_mode=True)
     begin.start("p0", LATER_S)
@@ -90,7 +90,7 @@ def test_they_are_those_of_the_peer_that_began_the_run_also_if_nobody_can_dial_i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_peers_that_begin_at_once_all_take_those_of_one(seed: int) -> None:
+def test_peers_that_begin_at_once_take_the_initial_parameters_of_one(seed: int) -> None:
     begin = Begin(seed)
     for name in PEERS:
         begin.start(name, 0.0)

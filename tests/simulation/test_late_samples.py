@@ -128,7 +128,7 @@ FROZEN_S = 14.0
 
 
 @pytest.mark.parametrize("from_s", few_of([16.0, 18.0, 20.0, 22.0]))
-def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
+def test_a_peer_that_froze_over_one_step_drops_no_samples(from_s: float) -> None:
     """It was in no group, or in one that left it out: the samples that it had count in the next step."""
     swarm = Swarm(seed=41)
     marked = Marked(swarm)
@@ -159,7 +159,9 @@ def test_with_a_delay_those_that_wait_together_are_dropped_once(from_s: float) -
 
 @pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", list(PHASES))
-def test_a_peer_that_froze_in_a_phase_of_a_step(phase: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_froze_in_a_phase_of_a_step_drops_only_samples_in_doubt(
+    phase: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the others made of what it had sent, and whether or not it has heard of that."""
     swarm = Swarm(seed=42)
     marked = Marked(swarm)

@@ -56,7 +56,7 @@ def test_an_invariant_that_a_timer_breaks_names_the_host_of_the_timer() -> None:
         world.run(10.0)
 
 
-def test_an_invariant_may_be_broken_within_an_event() -> None:
+def test_an_invariant_is_not_checked_within_an_event() -> None:
     world = World(0)
     accounts = {"a": 1, "b": 1}
 
@@ -252,7 +252,7 @@ def test_a_program_with_an_open_port_may_wait_for_others() -> None:
     assert world.loop.time() == 1000.0
 
 
-def test_what_a_program_raises_at_once_is_not_hidden_by_those_who_wait() -> None:
+def test_an_exception_of_a_program_is_not_hidden_by_programs_that_deadlock() -> None:
     world = World(0)
 
     async def fail(host: Host) -> None:
@@ -267,7 +267,7 @@ def test_what_a_program_raises_at_once_is_not_hidden_by_those_who_wait() -> None
         world.run(10.0)
 
 
-def test_somebody_who_never_waits_is_an_error() -> None:
+def test_a_program_that_never_waits_is_a_deadlock() -> None:
     world = World(0)
 
     async def spin(host: Host) -> None:

@@ -86,7 +86,9 @@ def test_weights_loaded_into_the_model_are_those_that_are_trained(
 
 
 @in_each_mode_and_precision
-def test_prepare_changes_nothing(options: dict[str, Any], make: Callable[[], torch.nn.Module]) -> None:
+def test_loading_its_own_state_changes_neither_parameters_nor_waiting_samples(
+    options: dict[str, Any], make: Callable[[], torch.nn.Module]
+) -> None:
     """Neither parameters nor what waits for the next step."""
 
     def train(member: Member, *, prepares: bool) -> None:
@@ -160,7 +162,7 @@ def test_a_checkpoint_resumes_in_any_order(options: dict[str, Any], make: Callab
     [(MODES["here"], new_model), (MODES["offload"], new_model), (MODES["offload"], half_model)],
     ids=["here", "offload", "offload, bfloat16"],
 )
-def test_what_a_loop_does_to_its_weights_is_trained_on(
+def test_training_goes_on_from_weights_that_the_loop_has_clipped(
     options: dict[str, Any], make: Callable[[], torch.nn.Module]
 ) -> None:
     """Weights that are clipped after each step; those that the bounds leave alone keep their precision."""

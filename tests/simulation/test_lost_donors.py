@@ -121,7 +121,7 @@ def test_a_newcomer_whose_only_donor_is_gone_waits_and_follows_it_when_it_is_bac
 
 
 @pytest.mark.parametrize("says_goodbye", [False, True], ids=["killed", "left"])
-def test_one_that_must_not_begin_the_run_ends_with_what_to_do(says_goodbye: bool, tmp_path: Path) -> None:
+def test_a_newcomer_that_must_not_begin_the_run_ends_with_what_to_do(says_goodbye: bool, tmp_path: Path) -> None:
     lost = Lost(tmp_path, says_goodbye=says_goodbye)
     with pytest.raises(RunNotFound, match="no peer with its state can be reached now") as error:
         lost.run(start_new=False)
@@ -147,7 +147,7 @@ def test_a_donor_that_is_told_to_leave_waits_for_a_download_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("is_told_again", [False, True])
-def test_it_waits_no_longer_than_it_may_and_not_if_it_is_told_again(
+def test_a_leaving_donor_waits_up_to_its_limit_or_until_it_is_told_again(
     is_told_again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     have_it, longest_s = [], 600.0 if is_told_again else 5.0

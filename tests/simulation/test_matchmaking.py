@@ -22,7 +22,7 @@ DIAL_S = 6.0
 """What a dial to a machine that is gone takes, and a little."""
 
 
-def test_those_who_know_each_other_are_one_group_at_once() -> None:
+def test_peers_that_know_each_other_are_one_group_at_once() -> None:
     world = search(everybody("abcdefgh", h={"is_client": True}))
     world.run()
     for name in "abcdefgh":
@@ -51,7 +51,7 @@ def test_of_two_would_be_leaders_the_lower_leads_those_that_it_knows_and_nobody_
 
 
 @pytest.mark.parametrize("seed", few_of(range(6), 2))
-def test_two_who_lead_and_have_followers_each(seed: int) -> None:
+def test_two_leaders_with_followers_settle_without_a_timer(seed: int) -> None:
     """a leads d, b leads c; they hear of each other only when b is called."""
     world = search(
         [Seeker("a", "bd", 2.0), Seeker("b", "c", 1.0), Seeker("c", "b", 1.9), Seeker("d", "a", 1.0)], seed=seed
@@ -64,7 +64,7 @@ def test_two_who_lead_and_have_followers_each(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_leader_dies_after_it_has_promised_places(name: str) -> None:
+def test_the_others_are_one_group_after_a_leader_that_promised_places_dies(name: str) -> None:
     """It has accepted those who came, and is killed before it closes the group; d is late, so all wait for it."""
     world = search(everybody("abcd", d={"begins_s": 3.0}))
     world.world.schedule(at(2.0).kill(name))
@@ -76,7 +76,7 @@ def test_a_leader_dies_after_it_has_promised_places(name: str) -> None:
     world.check_that_groups_agree()
 
 
-def test_the_machine_of_a_leader_is_gone_after_it_has_promised_places() -> None:
+def test_the_others_are_one_group_after_the_machine_of_a_leader_is_gone() -> None:
     world = search(everybody("abcd", d={"begins_s": 3.0}))
     world.world.schedule(at(2.0).crash("a"))
     world.run()
@@ -86,7 +86,7 @@ def test_the_machine_of_a_leader_is_gone_after_it_has_promised_places() -> None:
     world.check_that_groups_agree()
 
 
-def test_who_learns_first_that_the_leader_is_dead_is_not_sent_in_circles_by_who_learns_it_last() -> None:
+def test_peers_that_learn_at_different_times_that_the_leader_is_dead_form_one_group() -> None:
     """c hears of it 0.3 s before b does, which follows a until then; the two are 1 ms apart."""
     world = search(everybody("abcd", d={"begins_s": 4.0}))
     world.world.schedule(at(2.0).kill("a"))
@@ -99,7 +99,7 @@ def test_who_learns_first_that_the_leader_is_dead_is_not_sent_in_circles_by_who_
         assert world[name].reasons == []
 
 
-def test_leaders_die_one_after_the_other() -> None:
+def test_the_others_are_one_group_after_three_leaders_die_in_turn() -> None:
     world = search(everybody("abcdef", f={"begins_s": 4.0}))
     world.world.schedule(at(2.0).kill("a"), at(2.5).kill("b"), at(3.0).kill("c"))
     world.run()
@@ -108,7 +108,7 @@ def test_leaders_die_one_after_the_other() -> None:
     assert world["f"].took_s < AT_ONCE_S
 
 
-def test_those_whose_round_may_fail_are_waited_for() -> None:
+def test_peers_in_a_round_that_may_fail_are_waited_for() -> None:
     """b and c do not know of a, and are in a round of their own when it leads; without them it would go on alone."""
     world = search(
         [
@@ -125,7 +125,7 @@ def test_those_whose_round_may_fail_are_waited_for() -> None:
     world.check_that_groups_agree()
 
 
-def test_who_is_in_a_round_that_commits_says_that_it_is_ahead() -> None:
+def test_members_of_a_committed_round_tell_others_that_the_run_is_ahead() -> None:
     """Nobody makes a second branch from the position that it comes from."""
     world = search(
         [Seeker("a", "bcd", 1.2), Seeker("b", "c", 1.0), Seeker("c", "b", 1.0), Seeker("d", "a", 1.2)],
@@ -138,7 +138,7 @@ def test_who_is_in_a_round_that_commits_says_that_it_is_ahead() -> None:
         assert any("the run is at step 1, not 0" in reason for reason in world[name].reasons), world[name].reasons
 
 
-def test_who_comes_late_but_in_time_is_in_the_group() -> None:
+def test_a_peer_that_is_late_but_in_time_is_in_the_group() -> None:
     world = search(everybody("abc", c={"begins_s": 9.0}))
     world.run()
     for name in "abc":
@@ -146,7 +146,7 @@ def test_who_comes_late_but_in_time_is_in_the_group() -> None:
     assert world["a"].took_s == pytest.approx(8.0, abs=0.5)
 
 
-def test_who_comes_too_late_is_told_so_at_once() -> None:
+def test_a_peer_that_comes_too_late_is_told_so_at_once() -> None:
     """The others have gone on with the round; and when it is over, to the next position."""
     world = search(everybody("abc", c={"begins_s": 16.2}))
     world.run()
@@ -197,7 +197,7 @@ def test_a_leader_whose_round_failed_has_as_long_as_before_its_first_round_to_co
 
 
 @pytest.mark.parametrize("haste_s", [0.2, 0.6, 1.5])
-def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a_little_later(haste_s: float) -> None:
+def test_an_impatient_peer_does_not_make_others_go_on_without_a_late_leader(haste_s: float) -> None:
     """b goes on soon, and leads for as long again; the others are patient for 6 s, and a comes 2 s after them."""
     changes = {name: {"gather_s": 6.0} for name in "cd"} | {"b": {"gather_s": haste_s}, "a": {"begins_s": 3.0}}
     world = search(everybody("abcd", **changes))
@@ -209,7 +209,7 @@ def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a
     world.check_that_groups_agree()
 
 
-def test_one_that_is_in_a_hurry_has_a_leader_given_up_for_nobody_else() -> None:
+def test_an_impatient_peer_gives_up_a_leader_for_itself_alone() -> None:
     """b, of which they do not know, asks before them, and goes at once; a has time until 7 s, and comes at 5 s."""
     changes: dict[str, dict[str, object]] = {
         "a": {"begins_s": 5.0, "knows": "cd"},
@@ -312,7 +312,7 @@ def test_a_peer_of_another_manifest_is_refused_in_words_and_waited_for_by_nobody
 
 @pytest.mark.parametrize("run_members", ["", "dfg"])
 @pytest.mark.parametrize("seed", few_of(range(12), 2))
-def test_a_swarm_that_each_sees_otherwise(seed: int, run_members: str) -> None:
+def test_peers_with_different_views_of_the_swarm_all_find_a_group_or_a_reason(seed: int, run_members: str) -> None:
     """Each knows its neighbours in a ring, and some others. All find a group or a reason, none waits for a timer."""
     rng = random.Random(seed)
     names = "abcdefgh"
@@ -352,7 +352,7 @@ def test_one_of_the_peers_whose_values_are_in_the_state_leads(client: str) -> No
 
 
 @pytest.mark.parametrize("gone", [["b", "c"], ["c"]])
-def test_others_lead_if_none_of_the_peers_whose_values_are_in_the_state_can(gone: list[str]) -> None:
+def test_other_peers_lead_if_no_peer_whose_values_are_in_the_state_can(gone: list[str]) -> None:
     """c is a client in one case."""
     changes = {name: {"run_members": "bc"} for name in "ade"} | {
         name: {"run_members": "bc", "begins_s": None} for name in gone
@@ -396,7 +396,7 @@ def test_a_peer_that_does_not_answer_the_leader_is_not_waited_for_because_of_a_f
     assert world["c"].took_s < AT_ONCE_S / 2
 
 
-def test_clients_only_say_so_at_once() -> None:
+def test_a_swarm_of_clients_only_gives_up_at_once_with_the_reason() -> None:
     world = search(everybody("abc", a={"is_client": True}, b={"is_client": True}, c={"is_client": True}))
     world.run()
     for name in "abc":
@@ -441,7 +441,7 @@ def test_a_client_that_comes_late_is_waited_for_as_long_as_it_is_connected_to_th
     assert world["a"].took_s == pytest.approx(8.0, abs=0.5)
 
 
-def test_who_expects_only_a_client_that_is_gone_says_so_soon() -> None:
+def test_a_peer_that_expects_only_a_client_that_is_gone_gives_up_soon() -> None:
     world = search(everybody("ab", b={"is_client": True, "begins_s": None}))
     world.run()
     (reason,) = world["a"].reasons
@@ -458,7 +458,7 @@ def test_a_peer_at_a_closed_port_is_left_out_at_once() -> None:
         assert world[name].took_s < AT_ONCE_S
 
 
-def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() -> None:
+def test_a_liar_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() -> None:
     """No record shows the later position, so there is nothing to catch up with."""
     config = replace(CONFIG, matchmaking_time_s=2.0)
     liar = {"position": Position(7, b"made up"), "begins_s": None}
@@ -472,7 +472,7 @@ def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() 
 
 
 @pytest.mark.parametrize("first_ms", few_of(range(1840, 1960, 40)))
-def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: int) -> None:
+def test_a_peer_called_to_another_group_as_its_own_closes_is_in_only_one_of_them(first_ms: int) -> None:
     """b waits for d, which comes at 2.0 s; about then a calls c, which waits with b. Nobody leaves a closed group."""
     for ahead_ms in range(first_ms, first_ms + 40, 2):
         world = search(
@@ -491,7 +491,7 @@ def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: i
         assert world["d"].took_s < 2 * AT_ONCE_S, "b calls c again after a second"
 
 
-def test_who_is_called_away_before_its_leader_has_come_to_the_position_gets_no_place_there() -> None:
+def test_a_peer_called_away_before_its_leader_reaches_the_position_is_not_in_two_groups() -> None:
     """b is in a round with x, after which c and d wait for it; a calls c about when that round ends."""
     there = Position(1, b"after the round")
     waits = {name: {"begins_s": 1.2, "position": there, "knows": knows} for name, knows in (("c", "bd"), ("d", "bc"))}

@@ -253,7 +253,7 @@ def test_a_run_whose_weights_are_tokens_is_credited_in_tokens(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_publishing_an_account_delays_no_training_and_whatever_the_learning_rate_is() -> None:
+def test_publishing_an_account_delays_no_training_also_at_a_learning_rate_of_zero() -> None:
     swarm, waits = Swarm(seed=3), list[float]()
     watched = start_monitor(swarm, "monitor")
 

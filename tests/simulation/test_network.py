@@ -144,7 +144,7 @@ def test_bytes_arrive_in_order_whatever_jitter_and_loss_do() -> None:
     assert not [time for time, _ in sink.arrivals if 1.5 < time < 4.5], "two blocks: the first to end opens nothing"
 
 
-def test_a_cut_is_one_way() -> None:
+def test_blocking_one_direction_leaves_the_other_open() -> None:
     world = pair_world()
     there, back = Sink(world), Sink(world)
 
@@ -176,7 +176,7 @@ async def lost_after(world: World, stream: ControlStream, seconds: float) -> flo
     ("fault", "is_told"),
     [("kill", True), ("reset", True), ("crash", False), ("half_open", False), ("freeze", False)],
 )
-def test_who_is_told_that_a_stream_is_gone(fault: str, is_told: bool) -> None:
+def test_kills_and_resets_end_a_stream_at_once_and_silent_faults_do_not(fault: str, is_told: bool) -> None:
     world = pair_world()
     happens = {
         "kill": at(1).kill("b"),

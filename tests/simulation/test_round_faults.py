@@ -74,7 +74,7 @@ def assert_all_hold_it(world: RoundWorld, names: list[str], within_s: float) -> 
 @pytest.mark.parametrize("num_peers", few_of(SIZES))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: int) -> None:
+def test_all_others_commit_when_a_member_is_killed(phase: str, role: str, num_peers: int) -> None:
     world, victim = with_fault(num_peers, role, phase, "kill")
     is_forming = phase in ("before", "joining")
     within_s = FORMING_S if is_forming else AGAIN_S if role == "leader" else WITHIN_S
@@ -84,7 +84,7 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
 @pytest.mark.parametrize("num_peers", few_of([5, 4, 8]))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_one_leaves_and_all_others_commit_together_and_blame_nobody_else(phase: str, role: str, num_peers: int) -> None:
+def test_all_others_commit_and_blame_nobody_else_when_a_member_leaves(phase: str, role: str, num_peers: int) -> None:
     world = RoundWorld(num_peers, max_attempts=2 if role == "leader" else 1)
     victim = world.name_of(role)
     world.start(first=victim if phase == "joining" else "")
@@ -110,21 +110,21 @@ def assert_only_it_is_missed(world: RoundWorld, victim: str, within_s: float) ->
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_one_freezes_and_all_others_commit(phase: str, role: str) -> None:
+def test_all_others_commit_when_a_member_freezes(phase: str, role: str) -> None:
     world, victim = with_fault(4, role, phase, "freeze")
     assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
 
 
 @pytest.mark.parametrize("role", few_of(ROLES))
 @pytest.mark.parametrize("phase", PHASES[2:])
-def test_one_loses_its_power_and_all_others_commit(phase: str, role: str) -> None:
+def test_all_others_commit_when_a_member_loses_its_power(phase: str, role: str) -> None:
     world, victim = with_fault(4, role, phase, "crash")
     assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", ["first chunk sent", "half sent", "before commit"])
-def test_who_thaws_after_20_s_follows_the_others(phase: str, role: str) -> None:
+def test_a_member_that_thaws_after_20_s_ends_its_round(phase: str, role: str) -> None:
     world = RoundWorld(4, max_attempts=2 if role == "leader" else 1)
     victim = world.name_of(role)
     world.start()
@@ -142,7 +142,7 @@ def test_who_thaws_after_20_s_follows_the_others(phase: str, role: str) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", ["first chunk sent", "half sent", "reducing"])
-def test_streams_that_end_in_the_middle(phase: str, role: str) -> None:
+def test_a_round_commits_though_the_streams_between_two_members_are_reset(phase: str, role: str) -> None:
     """All connections between two members are reset at once, while both live."""
     world = RoundWorld(4, max_attempts=2 if role == "leader" else 1)
     victim = world.name_of(role)
@@ -158,7 +158,7 @@ def test_streams_that_end_in_the_middle(phase: str, role: str) -> None:
 
 @pytest.mark.parametrize("numel", few_of([100, 60_000]))
 @pytest.mark.parametrize("gone", list(itertools.combinations(ROLES, 2)), ids="-".join)
-def test_two_of_four_have_gone_to_another_group_and_the_others_do_not_wait(gone: tuple[str, str], numel: int) -> None:
+def test_two_members_whose_others_have_left_for_another_group_abort_soon(gone: tuple[str, str], numel: int) -> None:
     """They were called by another leader while the answer of this one was on its way; they live, and answer calls.
 
     A short vector has one owner: a member that exchanges nothing with the coordinator is missed by nobody else.
@@ -180,7 +180,7 @@ def leave() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("is_outward", [False, True])
-def test_one_way_cut_off(role: str, is_outward: bool) -> None:
+def test_all_others_commit_when_a_member_is_cut_off_in_one_direction(role: str, is_outward: bool) -> None:
     """Nothing reaches a member any more, or nothing comes from it; the others commit."""
     world = RoundWorld(4, max_attempts=2 if role == "leader" else 1)
     victim = world.name_of(role)
@@ -231,7 +231,7 @@ def test_clocks_that_differ_by_a_minute_change_nothing(skew_s: float) -> None:
 
 
 @pytest.mark.parametrize("seed", few_of(range(24), 3))
-def test_two_faults_at_once(seed: int) -> None:
+def test_all_others_commit_when_two_members_fail_at_once(seed: int) -> None:
     """Of eight, two die in phases of their own: the leader and the next rank, in a third of the cases."""
     world = RoundWorld(8, seed)
     rng = world.world.rng("two faults")
@@ -247,7 +247,7 @@ def test_two_faults_at_once(seed: int) -> None:
     assert_all_hold_it(world, world.survivors(victims), 2 * SILENT_S)
 
 
-def test_a_reducer_that_dies_again_and_again() -> None:
+def test_survivors_end_their_round_when_one_reducer_after_the_other_dies() -> None:
     """One more goes each time the others begin to reduce its span again, until there is no majority."""
     world = RoundWorld(8)
     world.start()
@@ -343,7 +343,9 @@ def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
     assert world.last_s(world.names) - START_S > 15.0, "or it was not slow"
 
 
-def test_who_is_slow_and_reduces_little_does_not_blame_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_member_that_reduces_little_does_not_blame_members_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It has all values for its small span soon, and gets no means: the others have not got its own values yet."""
     monkeypatch.setattr(links, "TURN_BYTES", 1400)
     monkeypatch.setattr(stream, "TURN_BYTES", 1400)
@@ -360,7 +362,7 @@ def test_who_is_slow_and_reduces_little_does_not_blame_those_who_wait_for_it(mon
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_who_is_too_slow_for_the_round_is_left_out_in_time(role: str) -> None:
+def test_a_member_that_is_too_slow_for_the_round_is_left_out_in_time(role: str) -> None:
     """At its pace it would need twice the time: the others find out after half of it, and commit."""
     world = RoundWorld(4, numel=2_000_000)
     slow = world.name_of(role)
@@ -380,7 +382,9 @@ def test_who_is_too_slow_for_the_round_is_left_out_in_time(role: str) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("kbit_s", [20, 100])
-def test_on_a_very_slow_link_who_is_busy_is_not_silent(kbit_s: int, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_member_on_a_very_slow_link_is_not_taken_for_silent(
+    kbit_s: int, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packets of all its streams take turns: a call takes seconds beside a round."""
     monkeypatch.setattr(links, "TURN_BYTES", 1400)
     monkeypatch.setattr(stream, "TURN_BYTES", 1400)

@@ -22,7 +22,9 @@ PACES_S = (0.5, 1.0, 2.0, 4.0)
 @pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
 @pytest.mark.parametrize("join_period_s", few_of([9.0, 0.0]), ids=["one after the other", "together"])
 @pytest.mark.parametrize(("num_peers", "num_steps"), few_of([(8, 15), (16, 50)]))
-def test_of_many_steps_of_unlike_peers(num_peers: int, num_steps: int, delay: str | None, join_period_s: float) -> None:
+def test_nearly_all_samples_of_unlike_peers_are_used_over_many_steps(
+    num_peers: int, num_steps: int, delay: str | None, join_period_s: float
+) -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm = Swarm(seed=11)
     link = swarm.world.network.default_link

@@ -118,7 +118,7 @@ def test_a_schedule_that_changes_nothing_may_be_stepped_and_shows_the_rate(optio
     alone(train, scheduler=lambda inner: lr_scheduler.ExponentialLR(inner, 0.5), **options)
 
 
-def test_an_optimizer_that_changes_its_own_options_may() -> None:
+def test_an_optimizer_may_change_its_own_options() -> None:
     """As optimizers do that find their learning rate by themselves."""
 
     class Slowing(torch.optim.AdamW):

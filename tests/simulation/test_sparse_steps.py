@@ -99,6 +99,6 @@ def test_peers_hold_what_one_process_computes(clients: tuple[int, ...]) -> None:
         assert unsent.share == 1.0, "else it would grow with the number of peers"
 
 
-def test_another_codec_beside_it_is_refused() -> None:
+def test_a_codec_beside_sparse_local_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="leave one of them out"):
         LocalSteps(sparse=CODEC).averaging(AveragingConfig(codec="int8"))

@@ -145,7 +145,7 @@ def test_a_peer_that_sees_nobody_goes_on_alone_and_comes_back_to_the_others() ->
 
 
 @pytest.mark.parametrize(("seed", "cut_s", "healed_s"), few_of([(9, 22.79, 89.36), (12, 23.72, 92.48)]))
-def test_whoever_comes_back_first_from_a_long_cut_nobody_is_left_out_for_it(
+def test_a_peer_that_comes_back_from_a_long_cut_costs_the_others_no_samples(
     seed: int, cut_s: float, healed_s: float
 ) -> None:
     """The lonely peer has the lowest id, or is in the way of another one, before it has dialled all others again."""
@@ -179,7 +179,7 @@ def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pyt
     assert_one_branch(swarm)
 
 
-def test_with_allow_solo_such_a_peer_goes_on_alone() -> None:
+def test_a_peer_with_allow_solo_that_reaches_nobody_goes_on_alone() -> None:
     swarm, seen = Swarm(seed=24), {}
     start_coordinator(swarm)
     start(swarm, ["p0"], seen, allow_solo=True)

@@ -79,7 +79,9 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", few_of(MODES))
 @pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_peer_killed_in_any_phase(phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_learn_and_lose_no_sample_after_a_kill_in_any_phase(
+    phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names, longest = ["p0", "p1", "p2"], Longest()
     swarm = Swarm(seed=rank)
     by_id = sorted(names, key=lambda name: swarm.world.identity(name).peer_id)
@@ -173,7 +175,7 @@ def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> No
 
 
 @pytest.mark.long
-def test_twenty_peers_that_join_at_once() -> None:
+def test_twenty_peers_that_join_at_once_all_take_part() -> None:
     swarm, longest = Swarm(seed=7), Longest()
     names = [f"p{number}" for number in range(21)]
 
@@ -197,7 +199,7 @@ def test_twenty_peers_that_join_at_once() -> None:
     assert_it_learns_and_agrees(swarm, names)
 
 
-def test_a_target_that_a_fast_peer_reaches_before_the_first_batch_of_a_slow_one() -> None:
+def test_a_fast_peer_that_reaches_the_target_alone_waits_for_a_slow_one() -> None:
     """The slow one is waited for, and its samples count in each step: it is not left to load states for ever."""
     swarm, longest = Swarm(seed=8), Longest()
     train_all(swarm, longest, ["fast", "slow"], 12, batch_s={"fast": 0.1, "slow": 6.0}, target_batch_size=8)
@@ -210,7 +212,7 @@ def test_a_target_that_a_fast_peer_reaches_before_the_first_batch_of_a_slow_one(
     assert_it_learns_and_agrees(swarm, ["fast", "slow"])
 
 
-def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> None:
+def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_step() -> None:
     """The lone peer goes on computing, but does not step away from who comes."""
     swarm, longest = Swarm(seed=9), Longest()
 
@@ -259,7 +261,7 @@ def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay
 
 
 @pytest.mark.parametrize("fault", ["partition", "freeze"])
-def test_who_may_still_be_there_is_not_taken_for_dead_before_its_record_expires(fault: str) -> None:
+def test_a_silent_peer_is_not_taken_for_dead_before_its_record_expires(fault: str) -> None:
     """No machine says that it is gone: the peer pauses, and when the cut is over they go on together."""
     swarm, longest = Swarm(seed=13), Longest()
     train_all(swarm, longest, ["p0", "p1"], 25)
@@ -272,7 +274,7 @@ def test_who_may_still_be_there_is_not_taken_for_dead_before_its_record_expires(
     assert_it_learns_and_agrees(swarm, ["p0", "p1"])
 
 
-def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_group() -> None:
+def test_a_newcomer_joins_a_group_though_its_download_takes_longer_than_a_step() -> None:
     """When it comes too late it says so, and the one who hands out the state holds the next step up for a moment."""
     swarm, longest = Swarm(seed=14), Longest()
 

@@ -64,11 +64,11 @@ def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:
 
 
 @pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
-def test_one_machine_takes_nobody_with_it_wherever_it_says_that_it_is(claims: str) -> None:
+def test_identities_of_one_machine_mislead_nobody_whatever_addresses_they_claim(claims: str) -> None:
     check_that_nobody_is_misled(attacked(claims))
 
 
-def test_a_peer_that_only_loads_the_state_is_not_misled_either() -> None:
+def test_identities_of_one_machine_do_not_mislead_a_peer_that_only_loads_the_state() -> None:
     run, loaded = attacked("/ip4/46.{}.1.2/tcp/31000"), list[tuple[int, torch.Tensor]]()
 
     async def program(host: Host) -> None:

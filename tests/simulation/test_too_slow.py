@@ -148,7 +148,7 @@ def _small_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TURN_BYTES", 1400)
 
 
-def test_who_was_too_slow_owns_less_in_the_next_round_and_is_in_it() -> None:
+def test_a_peer_that_was_too_slow_reduces_less_in_the_next_round_and_takes_part() -> None:
     """Its own values take it 20 s of 30; with an eighth to reduce it would be 35 s."""
     rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / 20.0, 3)
     for name, results in rounds.results.items():
@@ -164,7 +164,7 @@ def test_who_was_too_slow_owns_less_in_the_next_round_and_is_in_it() -> None:
         assert all(seconds < 22.0 for seconds in rounds.seconds[name][1:]), rounds.seconds
 
 
-def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
+def test_a_peer_that_cannot_send_its_own_values_in_time_is_told_so() -> None:
     """They take it 80 s. The first time it should have reduced, too."""
     rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / 80.0, 2)
     first, second = rounds.results[SLOW]
@@ -177,7 +177,7 @@ def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("values_s", [2.0, 20.0])
-def test_one_that_was_to_blame_is_not_waited_for_where_it_is_far_slower_than_the_others(values_s: float) -> None:
+def test_a_guest_that_is_far_slower_than_the_others_is_not_waited_for(values_s: float) -> None:
     """But where it is only a little slower it is, else it would be to blame again and again."""
     rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / values_s, 2, is_guest=True)
     for name, (first, second) in rounds.results.items():

@@ -83,7 +83,7 @@ def assert_only_the_younger_one_ended(ended: Mapping[str, tuple[float, str]], ca
     assert any("It began later" in line and "this one goes on" in line for line in told)
 
 
-def test_both_are_told_within_30_s_and_the_younger_one_refuses_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_two_peers_with_one_identity_the_younger_one_ends_within_30_s(caplog: pytest.LogCaptureFixture) -> None:
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("older", 1.0, COPIED)
@@ -95,7 +95,7 @@ def test_both_are_told_within_30_s_and_the_younger_one_refuses_to_go_on(caplog: 
     assert machines.optimizers["older"].global_step > machines.optimizers["younger"].global_step > 0
 
 
-def test_a_peer_that_was_killed_and_is_back_is_nobodys_twin() -> None:
+def test_a_peer_that_was_killed_and_restarted_is_not_taken_for_a_second_one() -> None:
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("back", 1.0, COPIED)
@@ -178,7 +178,7 @@ def test_of_two_coordinators_with_one_identity_the_younger_one_gives_no_lease_an
     assert answers == {"older": "a lease", "younger": "not_here"}
 
 
-def test_two_coordinators_with_one_identity_that_begin_at_once() -> None:
+def test_of_two_coordinators_with_one_identity_that_begin_at_once_the_younger_ends() -> None:
     run = Coordinators()
     run.start("older", 1.0)
     run.start("younger", 1.3)
@@ -187,7 +187,7 @@ def test_two_coordinators_with_one_identity_that_begin_at_once() -> None:
     assert run.ended["younger"][0] < 1.3 + 30.0
 
 
-def test_a_coordinator_that_was_killed_and_is_back_is_nobodys_twin() -> None:
+def test_a_coordinator_that_was_killed_and_restarted_is_not_taken_for_a_second_one() -> None:
     run = Coordinators()
     run.start("back", 1.0)
     run.world.schedule(*(at(30.0 + 20 * turn).kill("back") for turn in range(3)))

@@ -222,7 +222,7 @@ def waits_beside_a_helper(fault: str) -> list[float]:
     return waits
 
 
-def test_steps_that_average_for_longer_than_they_compute_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_average_for_longer_than_they_compute_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("manyhands").setLevel(logging.INFO)
 
     def train(member: Member) -> None:

@@ -43,7 +43,7 @@ async def wait_for_nothing() -> None:
     await asyncio.Event().wait()
 
 
-def test_time_jumps() -> None:
+def test_virtual_time_jumps_over_sleeps() -> None:
     async def main() -> float:
         await asyncio.sleep(86_400.0)
         return asyncio.get_running_loop().time()
@@ -51,7 +51,7 @@ def test_time_jumps() -> None:
     assert VirtualLoop().run(main(), limit_s=100_000.0) == 86_400.0
 
 
-def test_who_waits_for_nothing_is_named() -> None:
+def test_a_deadlock_names_the_line_that_waits() -> None:
     with pytest.raises(Deadlock, match=r"main at test_world\.py:\d+"):
         VirtualLoop().run(wait_for_nothing())
 
@@ -148,7 +148,7 @@ def test_an_invariant_is_checked_after_each_fault_and_named() -> None:
         world.run(10.0)
 
 
-def test_what_a_program_raises_ends_the_world() -> None:
+def test_an_exception_of_a_program_ends_the_world() -> None:
     async def fail(host: Host) -> None:
         await asyncio.sleep(1.0)
         raise ZeroDivisionError

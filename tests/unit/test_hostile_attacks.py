@@ -6,6 +6,6 @@ from tests.hostile import __main__ as hostile
 from tests.hostile.attacks import ATTACKS, UNSIGNED
 
 
-def test_every_attack_without_a_signature_is_an_attack() -> None:
+def test_every_unsigned_attack_is_in_the_table_of_attacks() -> None:
     assert set(ATTACKS) >= UNSIGNED
     assert hostile.ATTACKS is ATTACKS

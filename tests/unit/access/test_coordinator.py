@@ -54,7 +54,7 @@ async def joined(world: World, *numbers: int) -> list[Presence]:
         (b"a password", "cannot be read"),
     ],
 )
-async def test_a_token_that_gives_no_lease(token: bytes, message: str) -> None:
+async def test_a_bad_token_gives_no_lease_and_says_why(token: bytes, message: str) -> None:
     async with new_world() as world:
         assert await (await world.peer(2)).serve_charter(CHARTER)
         with pytest.raises(ConfigError, match=message):
@@ -225,7 +225,7 @@ async def test_a_state_dir_is_of_one_charter(tmp_path: Path) -> None:
             await (await world.peer(2, folder=tmp_path)).serve_charter(charter_of(created_at=2.0))
 
 
-def test_accounts_that_cannot_be_read(tmp_path: Path) -> None:
+def test_accounts_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.keep_charter(CHARTER)
     (tmp_path / "coordinator" / "bans.json").write_text("{")
@@ -233,7 +233,7 @@ def test_accounts_that_cannot_be_read(tmp_path: Path) -> None:
         Ledger(tmp_path)
 
 
-async def test_nobody_knows_the_charter_of_a_ticket() -> None:
+async def test_a_ticket_whose_charter_nobody_knows_is_refused() -> None:
     async with new_world() as world:
         await world.peer(2)
         newcomer = await world.peer(10)

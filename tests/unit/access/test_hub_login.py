@@ -80,14 +80,16 @@ async def test_a_member_of_the_organisation_gets_a_lease(hub: str) -> None:
         (b"hf_strange", Unavailable, "something else than an account"),
     ],
 )
-async def test_others_get_none(hub: str, credential: bytes, error: type[Exception], message: str) -> None:
+async def test_accounts_outside_the_organisation_get_no_lease(
+    hub: str, credential: bytes, error: type[Exception], message: str
+) -> None:
     async with new_world() as world:
         await (await world.peer(2)).serve_charter(CHARTER, login_of(hub))
         with pytest.raises(error, match=message):
             await (await world.peer(10)).join_run(world.ticket(), credential)
 
 
-async def test_a_hub_that_is_down() -> None:
+async def test_a_hub_that_is_down_raises_unavailable() -> None:
     async with new_world() as world:
         await (await world.peer(2)).serve_charter(CHARTER, login_of("http://127.0.0.1:9/api/whoami-v2"))
         with pytest.raises(Unavailable, match="the Hub does not answer"):

@@ -263,7 +263,7 @@ async def test_a_restart_needs_no_coordinator(tmp_path: Path) -> None:
         assert one.members[RUN].lease_of(one.peer_id) == lease
 
 
-async def test_a_restart_in_the_grace_of_an_expired_lease(tmp_path: Path) -> None:
+async def test_a_peer_restarts_within_the_grace_of_an_expired_lease_and_not_after_it(tmp_path: Path) -> None:
     async with new_world() as world:
         await (await world.peer(2)).serve_charter(CHARTER)
         ticket = world.ticket(token_of())

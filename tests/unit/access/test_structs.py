@@ -31,7 +31,7 @@ def test_a_charter_comes_back_from_its_file_and_from_the_wire(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\xff\xfe", b"manyhands-charter-1 111", b"manyhands-charter-1 \n"])
-def test_a_file_that_is_no_charter(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_charter_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ours.charter"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a charter, or was changed"):
@@ -40,7 +40,7 @@ def test_a_file_that_is_no_charter(tmp_path: Path, content: bytes) -> None:
         SignedCharter.load(tmp_path / "other")
 
 
-def test_a_charter_that_the_owner_has_not_signed() -> None:
+def test_a_charter_that_the_owner_has_not_signed_is_refused() -> None:
     forged = signed_by(STRANGER, CHARTER_DOMAIN, CHARTER.charter)
     with pytest.raises(BadSignature, match="is not signed by the owner"):
         SignedCharter.from_bytes(forged.encoded(), "peer")
@@ -66,7 +66,7 @@ def test_a_charter_that_the_owner_has_not_signed() -> None:
         {"created_at": float("inf")},
     ],
 )
-def test_a_charter_that_says_nonsense(fields: dict[str, Any]) -> None:
+def test_a_charter_with_invalid_fields_is_refused(fields: dict[str, Any]) -> None:
     said = msgspec.to_builtins(CHARTER.charter, builtin_types=(bytes,)) | fields
     body = msgspec.msgpack.encode(said)
     signed = msgspec.structs.replace(CHARTER.signed, body=body, signature=OWNER.sign(CHARTER_DOMAIN, body))
@@ -106,7 +106,7 @@ def test_a_lease_counts_for_its_peer(signer: Any) -> None:
         (lease_of(STRANGER.peer_id), "its lease is that of peer"),
     ],
 )
-def test_a_lease_that_does_not_count(lease: SignedLease, message: str) -> None:
+def test_a_lease_of_another_signer_run_or_peer_is_refused(lease: SignedLease, message: str) -> None:
     with pytest.raises(PeerError, match=message):
         SignedLease.from_bytes(lease.signed.encoded(), CHARTER, PEER.peer_id)
 
@@ -119,7 +119,7 @@ def test_no_lease_lasts_for_ever() -> None:
         Lease(CHARTER.digest, PEER.peer_id, "trainer", float("-inf"), float("-inf"))
 
 
-def test_when_a_lease_counts() -> None:
+def test_a_lease_counts_within_its_time_the_skew_and_the_grace() -> None:
     held = lease_of(lasts_s=100.0)
     assert held.counts(START_S - 60, skew_s=60)
     assert not held.counts(START_S - 61, skew_s=60), "it is from the future"
@@ -141,7 +141,7 @@ def test_when_a_lease_counts() -> None:
         (token_of()[:-1] + b"x", "the signature does not match"),
     ],
 )
-def test_an_invitation_that_does_not_count(raw: bytes, message: str) -> None:
+def test_an_invalid_invitation_is_refused(raw: bytes, message: str) -> None:
     with pytest.raises(PeerError, match=message):
         SignedInvitation.from_bytes(raw, CHARTER, "peer")
 

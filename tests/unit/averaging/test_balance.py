@@ -66,7 +66,7 @@ def test_the_best_of_a_grid_of_all_splits_is_no_better(bandwidths: list[int]) ->
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=3, max_size=10))
-def test_all_who_reduce_are_done_at_once_and_the_others_are_slower(bandwidths: list[int]) -> None:
+def test_all_reducers_end_at_the_same_time_and_the_other_members_are_slower(bandwidths: list[int]) -> None:
     fractions = fractions_of(bandwidths)
     load = len(bandwidths) - 2
     times = {(1 + load * w) / b for w, b in zip(fractions, bandwidths, strict=True) if w > 0}
@@ -91,7 +91,7 @@ def test_equal_members_reduce_equal_parts(num_members: int, bandwidth: int) -> N
         ([3, 3, 0], [Fraction(1, 2), Fraction(1, 2), 0]),
     ],
 )
-def test_examples(bandwidths: list[int], expected: list[Fraction]) -> None:
+def test_shares_of_example_bandwidths_are_the_best(bandwidths: list[int], expected: list[Fraction]) -> None:
     assert fractions_of(bandwidths) == expected
 
 

@@ -78,14 +78,14 @@ def test_a_round_with_little_to_send_says_nothing(num_bytes: int, seconds: float
 
 
 @pytest.mark.parametrize("rate", [1e-9, 1e300])
-def test_any_rate_can_be_told(rate: float) -> None:
+def test_extreme_rates_stay_within_the_bounds_of_a_bandwidth(rate: float) -> None:
     assert 0 < after(rate).bandwidth <= MAX_BANDWIDTH
     bandwidth = RoundBandwidth(None)
     add_round(bandwidth, None, num_bytes=10**15, seconds=0.0)
     assert bandwidth.bandwidth == MAX_BANDWIDTH
 
 
-def test_who_was_blamed_reduces_nothing_until_a_round_shows_what_it_sends() -> None:
+def test_a_blamed_peer_reduces_nothing_until_a_round_shows_its_rate() -> None:
     bandwidth = after(10.0 * MB, 10.0 * MB)
     bandwidth.lose_round()
     assert bandwidth.bandwidth == BLAMED

@@ -39,7 +39,7 @@ def fault_of_choice(setting: str, code: int) -> str | None:
 
 
 @pytest.mark.parametrize("name", list(CODECS))
-def test_what_the_user_chose_is_taken(name: str) -> None:
+def test_the_codec_that_the_user_chose_is_used(name: str) -> None:
     assert chosen_codec(name, [1], [10.0]) is CODECS[name]
     assert fault_of_choice(name, CODECS[name].code) is None
     assert AveragingConfig(codec=name).codec == name

@@ -45,7 +45,7 @@ def test_small_and_one_dimensional_tensors_stay_exact() -> None:
     ]
 
 
-def test_what_may_be_chosen() -> None:
+def test_float64_values_travel_exactly_and_float16_ones_are_refused() -> None:
     assert parts_of(plan_of(SHAPES, NONE)) == [(0, 60_656, "none")]
     assert parts_of(plan_of(SHAPES, INT8, dtype=torch.float64)) == [(0, 60_656, "none_float64")]
     assert parts_of(plan_of([], INT8)) == []
@@ -93,7 +93,7 @@ def test_any_slice_is_each_part_in_its_codec(plan: Plan, ends: tuple[float, floa
         assert torch.equal(out, values.view(torch.uint8))
 
 
-def test_bytes_of_a_wrong_length() -> None:
+def test_a_plan_refuses_bytes_of_a_wrong_length() -> None:
     plan = plan_of([(100, 100), (10,)], INT8)
     size = plan.num_bytes(9_000, 10_010)
     assert size == 1000 + 5 * 8 + 10 * 4
@@ -177,7 +177,7 @@ def test_a_slice_that_was_not_sent_keeps_its_residual() -> None:
     assert torch.equal(torch.cat([second[:320], middle, second[320:]]), both)
 
 
-def test_what_is_lost_counts_by_the_share_of_its_vector() -> None:
+def test_error_feedback_counts_by_the_share_of_the_vector_in_its_round() -> None:
     """Over many rounds of any shares the sum of share times decoded is that of share times values."""
     plan = plan_in(INT4, 1000)
     feedback = ErrorFeedback(plan)
@@ -198,7 +198,7 @@ def test_what_is_lost_counts_by_the_share_of_its_vector() -> None:
     assert without.norm() > 5 * error.norm()
 
 
-def test_a_tiny_share_sends_nothing_huge() -> None:
+def test_a_tiny_share_does_not_blow_up_the_residual() -> None:
     plan = plan_in(INT4, 1000)
     feedback = ErrorFeedback(plan)
     send(feedback, plan, vector(1000))

@@ -108,14 +108,14 @@ def check(codec: Codec, values_N: torch.Tensor) -> None:
 
 @names
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_any_length_within_the_bound(codec: Codec, numel: int) -> None:
+def test_values_of_any_length_decode_within_the_error_bound(codec: Codec, numel: int) -> None:
     values_N = torch.randn(numel, dtype=codec.dtype, generator=torch.Generator().manual_seed(numel))
     check(codec, values_N)
 
 
 @names
 @pytest.mark.parametrize("more", [0, 5])
-def test_more_than_one_piece(codec: Codec, more: int) -> None:
+def test_values_of_more_than_one_piece_decode_within_the_error_bound(codec: Codec, more: int) -> None:
     numel = codec.piece_numel + more
     values_N = torch.randn(numel, dtype=codec.dtype, generator=torch.Generator().manual_seed(numel))
     check(codec, values_N)
@@ -142,7 +142,7 @@ SCALED = st.builds(
 @example(values=[1e-38, 1.0e-38 + 1e-45])
 @example(values=[1e-9, 2e-9, 1.5e-9])
 @example(values=[1000.0, 1000.0001])
-def test_any_values_within_the_bound(codec: Codec, values: list[float]) -> None:
+def test_arbitrary_values_decode_within_the_error_bound(codec: Codec, values: list[float]) -> None:
     check(codec, torch.tensor(values, dtype=torch.float32))
 
 
@@ -168,7 +168,7 @@ def test_zeros_beside_other_values_are_exact(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [NONE, NONE_FLOAT64], ids=lambda codec: codec.name)
-def test_none_is_its_own_memory(codec: Codec) -> None:
+def test_the_codec_none_sends_the_memory_of_the_values(codec: Codec) -> None:
     values_N = torch.tensor([0.0, -0.0, 1e-45, MAX, 1 / 3], dtype=codec.dtype)
     assert torch.equal(encoded(codec, values_N), values_N.view(torch.uint8))
     assert torch.equal(round_trip(codec, values_N).view(torch.uint8), values_N.view(torch.uint8))
@@ -179,7 +179,7 @@ def test_none_is_its_own_memory(codec: Codec) -> None:
     [(FP16, 16.01, 5e-8), (BF16, 16.0, 3e-6), (INT8, 8.3, 4e-5), (INT4, 4.6, 1e-2)],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_error_on_normal_values(codec: Codec, bits: float, squared_error: float) -> None:
+def test_normal_values_decode_within_the_stated_bits_and_error(codec: Codec, bits: float, squared_error: float) -> None:
     numel = 1_000_000
     values_N = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     data = encoded(codec, values_N)
@@ -199,14 +199,14 @@ def test_relative_error_is_the_same_for_small_and_large_values(codec: Codec, sca
 
 
 @names
-def test_golden_bytes(codec: Codec) -> None:
+def test_encoded_bytes_never_change(codec: Codec) -> None:
     values_N = torch.tensor(GOLDEN_VALUES, dtype=codec.dtype)
     data = encoded(codec, values_N)
     assert bytes(data.tolist()).hex() == GOLDEN[codec.name]
     check(codec, values_N)
 
 
-def test_names_and_codes_stay() -> None:
+def test_names_and_codes_of_codecs_never_change() -> None:
     assert {codec.name: codec.code for codec in ALL} == {
         "none": 0,
         "none_float64": 1,
@@ -253,14 +253,14 @@ def test_float64_beyond_float32_is_refused() -> None:
 
 
 @names
-def test_values_with_gaps_in_memory(codec: Codec) -> None:
+def test_values_with_gaps_in_memory_encode_as_contiguous_ones(codec: Codec) -> None:
     values_N = torch.randn(2000, dtype=codec.dtype)
     assert torch.equal(encoded(codec, values_N[::2]), encoded(codec, values_N[::2].clone()))
 
 
 @names
 @pytest.mark.parametrize("shift", [1, 2, 3, 4])
-def test_bytes_at_any_address(codec: Codec, shift: int) -> None:
+def test_bytes_at_any_address_encode_and_decode_the_same(codec: Codec, shift: int) -> None:
     values_N = torch.randn(1003, dtype=codec.dtype)
     data = encoded(codec, values_N)
     shifted = torch.empty(data.numel() + shift, dtype=torch.uint8)[shift:]
@@ -273,7 +273,7 @@ def test_bytes_at_any_address(codec: Codec, shift: int) -> None:
 
 @names
 @pytest.mark.parametrize("off_by", [-1, 1])
-def test_bytes_of_a_wrong_length(codec: Codec, off_by: int) -> None:
+def test_a_codec_refuses_bytes_of_a_wrong_length(codec: Codec, off_by: int) -> None:
     data = torch.zeros(codec.num_bytes(500) + off_by, dtype=torch.uint8)
     with pytest.raises(BadEncoding, match=rf"500 values in {codec.name} are {codec.num_bytes(500)} bytes, but there"):
         decoded(codec, data, 500)
@@ -295,7 +295,7 @@ def of_floats(*values: float) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("numel", [5, 216, 300])
-def test_int8_headers_of_strangers(codec: Codec, header: torch.Tensor, numel: int) -> None:
+def test_int8_headers_out_of_bounds_are_refused(codec: Codec, header: torch.Tensor, numel: int) -> None:
     data = encoded(codec, torch.randn(numel))
     data[-8:] = header
     with pytest.raises(BadEncoding):
@@ -309,7 +309,7 @@ def test_int8_scales_of_strangers_give_finite_values() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, math.nan, math.inf, 2.0**114, 2.0**-127])
-def test_fp16_scales_of_strangers(scale: float) -> None:
+def test_fp16_scales_that_no_encoder_writes_are_refused(scale: float) -> None:
     data = encoded(FP16, torch.randn(5))
     data[:4] = of_floats(scale)
     with pytest.raises(BadEncoding, match="a scale is"):
@@ -317,7 +317,7 @@ def test_fp16_scales_of_strangers(scale: float) -> None:
 
 
 @pytest.mark.parametrize(("scale", "half"), [(1.0, 0x7C00), (1.0, 0x7E01), (2.0**113, 0x7BFF), (2.0**113, 0xFBFF)])
-def test_fp16_values_of_strangers(scale: float, half: int) -> None:
+def test_fp16_values_that_are_not_finite_are_refused(scale: float, half: int) -> None:
     values = torch.tensor([half & 0xFF, half >> 8], dtype=torch.uint8)
     with pytest.raises(BadEncoding, match="NaN or infinite"):
         decoded(FP16, torch.cat([of_floats(scale), values]), 1)
@@ -325,7 +325,7 @@ def test_fp16_values_of_strangers(scale: float, half: int) -> None:
 
 @pytest.mark.parametrize("upper", [0x7F80, 0xFF80, 0x7FC0])
 @pytest.mark.parametrize("codec", [BF16, INT4], ids=lambda codec: codec.name)
-def test_bfloat16_of_strangers(codec: Codec, upper: int) -> None:
+def test_bfloat16_numbers_that_are_not_finite_are_refused(codec: Codec, upper: int) -> None:
     data = encoded(codec, torch.ones(70))
     data[:2] = torch.tensor([upper & 0xFF, upper >> 8], dtype=torch.uint8)
     with pytest.raises(BadEncoding):

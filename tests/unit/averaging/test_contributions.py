@@ -25,7 +25,7 @@ def test_a_sender_that_died_half_way_contributed_to_what_it_had_delivered() -> N
     ]  # fmt: skip
 
 
-def test_who_took_no_part_in_the_exchange_is_absent() -> None:
+def test_a_member_that_took_no_part_in_the_exchange_is_absent() -> None:
     assert parts_of([(slice(0, 20), 0, [0, 2])], group_of(3)) == [SpanResult(0, 20, 0, [1])]
 
 

@@ -82,7 +82,7 @@ def test_after_the_loss_of_a_reducer_the_others_exchange_again() -> None:
     assert "killed" in verdict.reason
 
 
-def test_what_most_hold_is_committed_at_once_though_others_lack_something() -> None:
+def test_means_that_a_majority_holds_are_committed_though_a_member_lacks_values() -> None:
     count = Count(group_of(4))
     count.add(3, lacking(2))
     count.lose(2, "killed")
@@ -100,7 +100,7 @@ def test_what_most_hold_is_committed_at_once_though_others_lack_something() -> N
     assert verdict.blamed == [peer(2)]
 
 
-def test_votes_on_other_exchanges_and_of_those_who_were_left_out_count_nothing() -> None:
+def test_votes_on_other_exchanges_and_of_members_left_out_do_not_count() -> None:
     count = Count(group_of(3))
     count.lose(2, "killed")
     count.add(0, lacking(2))
@@ -111,7 +111,7 @@ def test_votes_on_other_exchanges_and_of_those_who_were_left_out_count_nothing()
     assert count.votes == {}
 
 
-def test_half_is_not_enough() -> None:
+def test_half_of_the_votes_is_no_majority() -> None:
     count = Count(group_of(2))
     count.add(0, vote_of(count, b"digest"))
     count.add(1, vote_of(count, b"another"))
@@ -141,7 +141,7 @@ def test_a_reducer_that_sends_different_means_is_left_out_and_blamed() -> None:
     assert verdict.blamed == [peer(1)]
 
 
-def test_two_that_do_so_are_left_out_though_most_agree_on_each_span() -> None:
+def test_two_reducers_that_send_different_means_are_left_out() -> None:
     count = Count(group_of(5))
     for rank in range(5):
         count.add(
@@ -150,7 +150,7 @@ def test_two_that_do_so_are_left_out_though_most_agree_on_each_span() -> None:
     assert count.decide() == Again(1, [0, 2, 4])
 
 
-def test_what_most_hold_is_committed_though_a_reducer_has_sent_one_of_them_something_else() -> None:
+def test_means_that_a_majority_holds_are_committed_though_a_reducer_sent_others_to_one_member() -> None:
     """Somebody is blamed, so that the others keep the means for it."""
     count = Count(group_of(5))
     count.add(4, holding(b"0", b"other", b"2", b"3", b"4"))
@@ -175,7 +175,7 @@ def test_a_reducer_that_names_other_contributors_to_some_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("liar", [0, 1, 3])
-def test_one_that_claims_to_hold_something_else_has_nobody_left_out(liar: int) -> None:
+def test_a_member_that_claims_to_hold_other_means_has_nobody_left_out(liar: int) -> None:
     """All others hold the same, so that is committed; with a lost member it is the liar that quarrels with all."""
     for lost in (False, True):
         count = Count(group_of(5))
@@ -291,7 +291,7 @@ def test_an_exchange_that_failed_for_all_is_not_repeated_among_the_same() -> Non
     assert verdict.reason == "somebody was lost"
 
 
-def test_who_is_at_fault_is_named_though_it_has_voted_too() -> None:
+def test_a_member_at_fault_is_blamed_though_it_has_voted_and_accuses_others() -> None:
     """It sent the others no values, lost them by that, and accuses them."""
     count = Count(group_of(4))
     count.add(3, lacking(0, 1, 2))
@@ -327,17 +327,19 @@ def say(accuser: int, accused: int, *, is_violation: bool = False, is_stalled: b
         ([say(1, 0, is_stalled=True), say(0, 1, is_stalled=True)], {1}),
     ],
 )
-def test_who_must_go(accusations: list[tuple[int, Accusation]], gone: set[int]) -> None:
+def test_accusations_decide_which_members_are_dropped(
+    accusations: list[tuple[int, Accusation]], gone: set[int]
+) -> None:
     assert dropped(accusations, 0).keys() == gone
 
 
 @given(st.lists(st.builds(say, st.integers(0, 6), st.integers(0, 6), is_violation=st.booleans())))
-def test_nobody_is_left_who_accuses_somebody_that_is_left(accusations: list[tuple[int, Accusation]]) -> None:
+def test_of_an_accuser_and_the_accused_at_least_one_is_dropped(accusations: list[tuple[int, Accusation]]) -> None:
     gone = dropped(accusations, 0)
     assert all(accuser in gone or said.accused in gone for accuser, said in accusations)
 
 
-def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
+def test_a_member_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
     count = Count(group_of(4))
     _, stalled = say(0, 3, is_stalled=True)
     for rank in range(3):
@@ -355,7 +357,7 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
 # guests
 
 
-def test_as_many_silent_guests_as_one_likes_stop_no_round() -> None:
+def test_silent_guests_stop_no_round_however_many_they_are() -> None:
     count = Count(group_of(9), voters=range(3))
     count.add(0, vote_of(count, b"means"))
     assert count.decide() is None
@@ -365,7 +367,7 @@ def test_as_many_silent_guests_as_one_likes_stop_no_round() -> None:
     assert verdict.manifest is not None
 
 
-def test_what_guests_hold_and_say_counts_for_nothing() -> None:
+def test_votes_and_accusations_of_guests_do_not_count() -> None:
     count = Count(group_of(7), voters=range(3))
     for guest in range(3, 7):
         count.add(guest, vote_of(count, b"other means"))

@@ -115,7 +115,9 @@ def test_a_layout_stays_while_a_few_come_and_go() -> None:
 
 
 @given(grids, st.integers(0, 40), round_numbers)
-def test_all_who_know_the_same_peers_deal_the_same_distinct_cells(layout: Layout, num_peers: int, number: int) -> None:
+def test_all_peers_that_know_the_same_peers_deal_the_same_distinct_cells(
+    layout: Layout, num_peers: int, number: int
+) -> None:
     peers = [f"peer {index}" for index in range(num_peers)]
     cells = dealt_cells(layout, peers, number)
     assert cells == dealt_cells(layout, peers[::-1], number)
@@ -132,7 +134,7 @@ def test_a_newcomer_takes_a_cell_that_nobody_has(layout: Layout, data: st.DataOb
     assert cell not in taken or len(taken) == layout.num_cells
 
 
-def test_what_most_peers_say_is_the_layout() -> None:
+def test_the_layout_is_what_most_peers_say_and_the_larger_one_in_a_tie() -> None:
     small, large = Layout((4, 4)), Layout((5, 4))
     assert agreed_layout([small, small, large]) == small
     assert agreed_layout([small, large]) == agreed_layout([large, small]) == large
@@ -145,7 +147,7 @@ def test_grids_that_make_no_sense_are_not_decoded(sides: tuple[int, ...]) -> Non
         msgspec.msgpack.decode(msgspec.msgpack.encode({"sides": sides}), type=Layout)
 
 
-def test_the_largest_grid() -> None:
+def test_the_layout_for_very_many_peers_has_the_largest_grid() -> None:
     assert layout_for(10**7, 4096).num_cells >= MAX_CELLS
     assert str(Layout((32, 31))) == "32x31"
     assert str(Layout((32, 31), is_random=True)) == "random 32x31"

@@ -59,7 +59,7 @@ def add(codec: Codec, data: torch.Tensor, weight: float, total_N: torch.Tensor, 
     plan.add(data, 0, weight, total_N, is_first=is_first, is_largest=False)
 
 
-def test_they_are_there_and_used() -> None:
+def test_kernels_of_int8_and_fp16_are_compiled_and_used() -> None:
     for codec in (INT8, FP16):
         for name in ("encode", "decode", "average"):
             assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
@@ -74,13 +74,13 @@ def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str)
     assert f'INLINED = "{digest}"' in (folder / f"{codec}.py").read_text()
 
 
-def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_vectors_are_encoded_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
     kernels.prepare(kernels.MIN_NUMEL - 1, "int8")
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
 
 
-def test_who_wants_a_codec_without_kernels_pays_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_without_kernels_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
     monkeypatch.setattr(kernels, "_load", lambda codec: pytest.fail(f"{codec} is loaded"))
     for codec in ("none", "bf16", "int4"):
@@ -101,7 +101,9 @@ def cases() -> Iterator[tuple[str, torch.Tensor]]:
 
 @CODECS
 @pytest.mark.parametrize("values_N", [pytest.param(values_N, id=name) for name, values_N in cases()])
-def test_the_same_bits_as_torch(codec: Codec, values_N: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_give_the_same_bits_as_torch(
+    codec: Codec, values_N: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = encoded(codec, values_N)
     read = decoded(codec, written, NUMEL)
     total = values(0.1)
@@ -119,7 +121,7 @@ def test_the_same_bits_as_torch(codec: Codec, values_N: torch.Tensor, monkeypatc
 @CODECS
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 70_000, NUMEL - 1])
-def test_what_is_not_finite_is_refused(codec: Codec, bad: float, place: int) -> None:
+def test_kernels_refuse_to_encode_values_that_are_not_finite(codec: Codec, bad: float, place: int) -> None:
     values_N = values()
     values_N[place] = bad
     with pytest.raises(NotFinite):
@@ -127,7 +129,7 @@ def test_what_is_not_finite_is_refused(codec: Codec, bad: float, place: int) -> 
 
 
 @CODECS
-def test_what_no_encoder_writes_is_refused(codec: Codec) -> None:
+def test_kernels_refuse_bytes_that_no_encoder_writes(codec: Codec) -> None:
     data = encoded(codec, values())
     data[-300:] = 0xFF
     with pytest.raises(BadEncoding):
@@ -211,7 +213,7 @@ def test_averaging_in_one_pass_stops_where_somebody_breaks_the_rules(codec: Code
 
 @CODECS
 @pytest.mark.parametrize("is_own", [True, False])
-def test_values_under_a_mean_that_was_not_finished_are_not_lost(codec: Codec, is_own: bool) -> None:
+def test_values_below_an_unfinished_in_place_mean_are_kept(codec: Codec, is_own: bool) -> None:
     own_N = values()
     rooms = torch.zeros(1, codec.num_bytes(NUMEL) + 64, dtype=torch.uint8)
     rooms = rooms[:, : rooms.shape[1] // 4 * 4].contiguous()

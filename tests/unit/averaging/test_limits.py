@@ -34,7 +34,7 @@ def test_weights_count_for_three_times_the_median_and_a_quarter_of_all(
     assert capped_weights(weights, LIMITS) == pytest.approx(capped)
 
 
-def test_whatever_the_weights_no_member_is_over_the_limits_and_small_ones_stay() -> None:
+def test_capped_weights_are_within_the_limits_and_small_weights_stay() -> None:
     rng = random.Random(1)
     for _ in range(2000):
         weights = [
@@ -91,7 +91,7 @@ def test_means_that_cancelled_are_compared_with_what_went_into_them() -> None:
     assert usual_norm([0.0], [1.0]) == 0.0
 
 
-def test_with_local_steps_a_fast_peer_comes_further() -> None:
+def test_norms_may_grow_with_the_weight_in_local_steps() -> None:
     local = MemberLimits(norm_grows=True)
     assert outsized([40.0, 1.0, 1.0], [40.0, 1.0, 1.0], LIMITS) == {0}
     assert outsized([400.0, 1.0, 1.0], [40.0, 1.0, 1.0], local) == set()

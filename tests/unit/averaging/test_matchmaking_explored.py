@@ -336,7 +336,7 @@ def test_without_faults_all_are_in_one_group_that_the_first_leads_and_no_time_pa
     ("names", "deaths"),
     [("ab", 1), ("abc", 1), pytest.param("abc", 2, marks=pytest.mark.sweep)],
 )
-def test_whoever_dies_whenever_the_others_find_a_group_or_a_reason(names: str, deaths: int) -> None:
+def test_the_others_find_a_group_or_a_reason_whichever_peer_dies_and_whenever(names: str, deaths: int) -> None:
     for world in ends_of(world_of(names, deaths=deaths, attempts=3)):
         check(world)
         alive = sorted(world.alive)
@@ -354,7 +354,7 @@ def test_a_loop_that_does_not_come_costs_the_others_one_wait(away: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["ab", "ac", "bc"])
-def test_two_that_cannot_reach_each_other_cost_at_most_one_of_them_its_place(cut: str) -> None:
+def test_two_peers_that_cannot_reach_each_other_still_leave_a_group_of_two(cut: str) -> None:
     for world in ends_of(world_of("abc", cut=cut, attempts=3)):
         for peer in world.alive:
             assert world.groups.get(peer) or world.aborts.get(peer), (peer, world.trace)

@@ -57,7 +57,7 @@ def leading(
     return machine, who
 
 
-def test_one_called_member_that_says_that_the_run_went_on_ends_nothing_and_half_of_them_do() -> None:
+def test_half_of_the_called_members_saying_that_the_run_went_on_end_the_call_and_one_does_not() -> None:
     machine, who = leading()
     assert not [one for one in machine.on(CallFailed(D, BEHIND, "step 4"), 10.1, who) if isinstance(one, Abort)]
     assert machine.stage is Stage.LEADING
@@ -68,7 +68,7 @@ def test_one_called_member_that_says_that_the_run_went_on_ends_nothing_and_half_
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 1e6])
-def test_one_that_asks_early_does_not_shorten_the_wait_for_the_others(patience_s: float) -> None:
+def test_an_early_request_does_not_shorten_the_wait_for_the_others(patience_s: float) -> None:
     machine, who = Matchmaking(A, 0.0), seen_by(A)
     machine.on(Asked(member(D), patience_s), 2.0, who)
     machine.on(Due(member(A), P_S), 10.0, who)
@@ -80,7 +80,7 @@ def test_one_that_asks_early_does_not_shorten_the_wait_for_the_others(patience_s
     assert (close.late, close.missing) == (Late.MEMBERS, {B, C})
 
 
-def test_one_that_does_not_wait_has_nobody_else_sent_away() -> None:
+def test_refusing_a_peer_that_does_not_wait_sends_nobody_else_away() -> None:
     machine, who = Matchmaking(A, 0.0), seen_by(A)
     actions = machine.on(Asked(member(D), 0.0), 2.0, who)
     assert [(one.peers, one.code) for one in actions if isinstance(one, Refuse)] == [((D,), BUSY)]
@@ -116,7 +116,7 @@ def test_a_peer_that_is_sent_to_a_leader_which_it_has_lost_leads_until_another_o
 
 
 @pytest.mark.parametrize(("was_late", "share"), [(False, 1.0), (True, GUEST_SHARE)])
-def test_guests_are_waited_for_a_step_or_a_tenth_of_it(was_late: bool, share: float) -> None:
+def test_a_leader_waits_for_guests_for_a_step_or_a_tenth_of_it(was_late: bool, share: float) -> None:
     machine, who = leading(now=4.0, guests=(G,), guests_late=(was_late,))
     for peer in (B, C, D):
         machine.on(Asked(member(peer), P_S), 4.0, who)
@@ -127,7 +127,7 @@ def test_guests_are_waited_for_a_step_or_a_tenth_of_it(was_late: bool, share: fl
     assert close.late == (Late.NOBODY if was_late else Late.GUESTS)
 
 
-def test_only_guests_that_are_connected_and_not_barred_are_waited_for_and_who_is_barred_leads_nobody() -> None:
+def test_barred_and_unconnected_guests_are_not_waited_for_and_barred_ones_do_not_lead() -> None:
     barred = Standing(can_lead=True, faults=2, fault_round=7)
     standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B)} | {D: barred}
     roster = Roster(standings, 8)

@@ -69,5 +69,5 @@ def test_memory_that_fits_nobody_any_more_is_let_go() -> None:
     assert len(memory._idle) == 1
 
 
-def test_whole_cache_lines() -> None:
+def test_sizes_are_rounded_up_to_whole_cache_lines() -> None:
     assert list(map(whole_lines, [0, 1, 64, 65])) == [0, 64, 64, 128]

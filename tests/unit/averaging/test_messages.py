@@ -76,7 +76,7 @@ def test_lineages_part_at_any_difference(change: str) -> None:
     ],
     ids=str,
 )
-def test_another_group_has_another_id(changes: dict[str, Any]) -> None:
+def test_groups_that_differ_in_any_field_have_different_ids(changes: dict[str, Any]) -> None:
     group = group_of(3)
     other = msgspec.structs.replace(group, **changes)
     assert other.group_id != group.group_id == group_of(3).group_id
@@ -95,14 +95,14 @@ def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) 
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
-def test_a_bandwidth_is_0_for_clients_and_the_usual_one_for_who_does_not_know() -> None:
+def test_a_bandwidth_is_0_for_clients_and_the_usual_one_where_it_is_unknown() -> None:
     group = group_of(6, clients=[5], bandwidths=[40, 0, 10, 0, 20, 10**12])
     assert group.bandwidths(range(6)) == [40, 20, 10, 20, 20, 0]
     assert group.bandwidths([0, 1, 5]) == [40, 20, 0, 0, 0, 0], "of those that take part"
     assert group_of(4, clients=[2]).bandwidths(range(4)) == [1, 1, 0, 1], "all alike as long as nobody knows anything"
 
 
-def test_one_that_boasts_changes_nothing_for_who_does_not_know() -> None:
+def test_a_huge_claimed_bandwidth_does_not_change_unknown_ones() -> None:
     assert group_of(4, bandwidths=[10**12, 10, 10, 0]).bandwidths(range(4)) == [10**12, 10, 10, 10]
 
 
@@ -147,7 +147,9 @@ def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:
         (msgspec.structs.replace(group_of(2).manifest(b""), leader=2**16), RoundManifest),
     ],
 )
-def test_what_is_handed_on_to_all_members_has_bounds(message: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+def test_messages_that_are_passed_on_to_all_members_have_bounds(
+    message: msgspec.Struct, kind: type[msgspec.Struct]
+) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 

@@ -15,7 +15,7 @@ NUM_VALUES = 5000
 
 
 @pytest.mark.parametrize("codec", [NONE, INT8], ids=["none", "int8"])
-def test_numbers_beside_the_values_hide_nothing(codec: Codec) -> None:
+def test_norms_leave_out_uncompared_and_chosen_numbers(codec: Codec) -> None:
     """Of a hundred parameters each has a share of 1, and BatchNorm counts its batches; gradients may be tiny."""
     plan = plan_of([(50, 100), Uncompared((100,)), (7,), Chosen((3,))], codec)
     values = [torch.cat([torch.full((NUM_VALUES + 107,), 1e-3 * times), torch.full((3,), 1e5)]) for times in (1, 30)]

@@ -42,7 +42,7 @@ def after(step: Step, number: int) -> Seat:
 
 @settings(max_examples=30)
 @given(st.integers(5, 40), st.integers(0, 50))
-def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, leading_round: int) -> None:
+def test_peers_with_the_same_records_expect_exactly_their_group(num_peers: int, leading_round: int) -> None:
     """In the step in which a grid is laid out, and in the next one."""
     said = dict.fromkeys(names(num_peers), Seat(round_number=leading_round))
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, l
         said = {peer: after(its, its.end) for peer, its in steps.items()}
 
 
-def test_a_peer_is_reckoned_on_from_whatever_round_it_has_published() -> None:
+def test_the_round_of_a_peer_is_extrapolated_from_any_round_that_it_has_published() -> None:
     steps = steps_of(dict.fromkeys(names(16), NO_SEAT), 0)
     here, other = steps["peer 000"], steps["peer 001"]
     for published in range(here.first_round, here.end):
@@ -93,7 +93,7 @@ def test_a_newcomer_never_takes_the_cell_of_one_that_has_one(seed: int) -> None:
         assert next_step(newcomer, NO_SEAT, said, MAX_GROUP_SIZE, 6, rng).cell == free
 
 
-def test_of_two_in_one_cell_the_higher_id_moves() -> None:
+def test_of_two_peers_in_one_cell_the_higher_id_moves() -> None:
     layout = Layout((3, 2))
     said = {peer: Seat(layout, cell, 4) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
     steps = steps_of(said, 4)
@@ -102,7 +102,7 @@ def test_of_two_in_one_cell_the_higher_id_moves() -> None:
     assert steps["peer 004"].cell == 4
 
 
-def test_who_was_away_for_long_takes_a_new_cell() -> None:
+def test_a_peer_that_was_away_for_long_takes_a_new_cell() -> None:
     layout = Layout((3, 2))
     others = {peer: Seat(layout, cell, 2 * MAX_ROUNDS_AGO) for cell, peer in enumerate(names(5))}
     step = next_step("late", Seat(layout, 0), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1))
@@ -116,7 +116,7 @@ def test_a_swarm_that_shrinks_becomes_one_group_again() -> None:
     assert {step.layout.sides for step in steps_of(said, 4).values()} == {()}
 
 
-def test_one_that_names_another_grid_convinces_nobody() -> None:
+def test_one_peer_that_names_another_grid_does_not_change_the_layout() -> None:
     layout = Layout((4, 4))
     said = {peer: Seat(layout, cell, 4) for cell, peer in enumerate(names(15))}
     said["liar"] = Seat(Layout((4096, 256)), 77, 4)
@@ -147,6 +147,6 @@ def test_seats_outside_the_grid_are_not_decoded(seat: dict[str, object]) -> None
         msgspec.convert(seat, Seat)
 
 
-def test_the_name_of_a_group() -> None:
+def test_the_key_of_a_group_is_its_layout_and_its_place() -> None:
     layout = Layout((3, 2))
     assert Step(0, layout, 5).key(0) == f"3x2 {group_of(layout, 5, 0)}"

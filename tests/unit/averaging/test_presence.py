@@ -62,7 +62,7 @@ def manifest_at(position: Position) -> Any:
     return Group(b"g" * 16, BOB, position, [Member(BOB, [], False, 1.0)]).manifest(b"d" * 32)
 
 
-def test_after_the_last_round_number_comes_the_first() -> None:
+def test_round_numbers_wrap_around_after_the_last() -> None:
     assert next_position(START, manifest_at(START)).step == 1
     last = Position(LAST_ROUND, b"lie")
     after = next_position(last, manifest_at(last))
@@ -75,7 +75,7 @@ def test_after_the_last_round_number_comes_the_first() -> None:
 
 
 @pytest.mark.parametrize("value", [plain(record()), plain(record(Position(2**53, b"x"))), GOODBYE, None])
-def test_what_fits_under_the_key(value: Any) -> None:
+def test_records_signed_by_their_peer_fit_the_schema_and_unsigned_ones_do_not(value: Any) -> None:
     assert PEER_RECORD.fault_of(owned_record(value, key=KEY)) is None
     assert PEER_RECORD.fault_of(open_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
@@ -90,7 +90,7 @@ def test_what_fits_under_the_key(value: Any) -> None:
         {"num_steps": 2**60},
     ],
 )
-def test_what_does_not(change: dict[str, Any]) -> None:
+def test_records_out_of_bounds_do_not_fit_the_schema(change: dict[str, Any]) -> None:
     value = plain(record()) | change
     assert PEER_RECORD.fault_of(owned_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
@@ -118,7 +118,7 @@ async def test_of_two_branches_of_one_length_the_higher_lineage_leads(case: Case
     assert set(case.tracker.expected()) == {BOB, CAROL}
 
 
-async def test_a_record_that_is_not_believed_is_counted_and_moves_nobody(case: Case) -> None:
+async def test_a_record_out_of_bounds_is_counted_and_changes_no_position(case: Case) -> None:
     case.dht.put(KEY, BOB, plain(record()) | {"position": {"step": 2**53 + 1, "lineage": b""}}, sequence=1)
     await case.tracker.refresh()
     case.tracker.begin_step()
@@ -126,7 +126,7 @@ async def test_a_record_that_is_not_believed_is_counted_and_moves_nobody(case: C
     assert case.endpoint.counters["bad_records"] == 1
 
 
-async def test_who_was_lost_is_not_expected_before_a_fresh_record(case: Case) -> None:
+async def test_a_peer_that_was_lost_is_not_expected_before_a_fresh_record(case: Case) -> None:
     await case.hears(BOB, record())
     case.tracker.report_missing(BOB)
     case.tracker.begin_step()
@@ -135,7 +135,9 @@ async def test_who_was_lost_is_not_expected_before_a_fresh_record(case: Case) ->
     assert case.tracker.expected() == {BOB: False}
 
 
-async def test_who_did_not_come_leads_nobody_until_it_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_missed_a_round_does_not_lead_until_it_has_made_a_step(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(case.endpoint, "is_connected", lambda peer_id: True)
     await case.hears(BOB, record())
     case.tracker.report_missing(BOB)
@@ -159,7 +161,7 @@ async def test_an_older_record_never_replaces_a_newer_one(case: Case) -> None:
     assert case.tracker.num_peers() == 1
 
 
-async def test_joining_says_what_differs(case: Case) -> None:
+async def test_joining_with_other_tensors_names_the_difference(case: Case) -> None:
     case.dht.put(KEY, BOB, plain(record(tensors=b"others", summary="2 with \x1b 3 values")), sequence=1)
     with pytest.raises(ManifestMismatch) as error:
         await case.tracker.start()

@@ -143,9 +143,7 @@ def test_no_round_demotes_more_than_a_third_of_the_members() -> None:
 
 @pytest.mark.parametrize("late", Late)
 @pytest.mark.parametrize("is_here", [False, True])
-def test_the_turn_of_a_leader_that_was_skipped_is_over_and_if_it_was_late_it_is_a_guest(
-    late: Late, *, is_here: bool
-) -> None:
+def test_a_skipped_leader_has_had_its_turn_and_becomes_a_guest_if_it_was_late(late: Late, *, is_here: bool) -> None:
     roster = founded(A, B, C, D)
     first, second, *_ = roster.leaders()
     group = [peer_id for peer_id in (A, B, C, D) if is_here or peer_id != first]
@@ -231,7 +229,7 @@ def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> No
 # what a manifest says
 
 
-def test_reducers_accuse_who_is_absent_from_their_parts_and_the_leader_whom_it_has_left_out() -> None:
+def test_reducers_accuse_members_absent_from_their_parts_and_leaders_those_left_out() -> None:
     absent = {A: [C, D], B: [B, D], C: [C, F], D: [D]}
     said = Attendance.of(manifest_of(A, B, C, D, E, F, leader=B, left_out=[B, D], idle=[F], clients=[E], absent=absent))
     assert said.leader == B
@@ -240,7 +238,7 @@ def test_reducers_accuse_who_is_absent_from_their_parts_and_the_leader_whom_it_h
     assert said.accused == {C: {A}, D: {B}}
 
 
-def test_who_gave_nothing_is_neither_complete_nor_accused_and_a_stranger_stays_one() -> None:
+def test_a_member_without_weight_is_neither_complete_nor_accused_and_a_stranger_gains_nothing() -> None:
     roster = founded(A, B, C, D)
     later = roster.after(Attendance.of(manifest_of(A, B, C, D, E, idle=[D, E], absent={A: [D, E], B: [D, E]})))
     assert later.members == {A, B, C, D}
@@ -288,7 +286,7 @@ def test_each_fault_after_the_first_bars_a_peer_from_some_rounds(times: int, bar
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 5])
-def test_who_is_barred_is_not_forgotten_meanwhile(times: int) -> None:
+def test_a_barred_peer_keeps_its_faults_until_it_is_no_longer_barred(times: int) -> None:
     roster = faulty(founded(A, B, C), times)
     num_rounds = max(MAX_MISSED, roster.barred_rounds(G) - 1)
     roster = after_rounds(roster, num_rounds, A, B, C)

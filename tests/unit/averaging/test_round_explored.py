@@ -333,7 +333,7 @@ def test_guests_that_die_or_get_stuck_or_lie_stop_no_members(num_members: int, n
         (4, Faults(unlike=2, deaths=1)),
     ],
 )
-def test_the_same_with_more_members_and_more_faults_at_once(num_members: int, faults: Faults) -> None:
+def test_in_all_orders_one_result_commits_also_with_more_members_and_faults(num_members: int, faults: Faults) -> None:
     check_all_orders(num_members, faults)
 
 

@@ -69,11 +69,11 @@ def test_a_verdict_about_the_group_is_believed() -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_group_committed_is_not_believed(other: Group) -> None:
+def test_a_verdict_about_another_group_is_not_believed(other: Group) -> None:
     assert outcome_of(member(), Verdict(True, other.manifest(DIGEST))) is None
 
 
-def test_nothing_is_committed_in_doubt() -> None:
+def test_a_verdict_in_doubt_commits_nothing() -> None:
     assert outcome_of(member(), Verdict(False, GROUP.manifest(DIGEST))) is None
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_committed_in_doubt() -> None:
         [SpanResult(0, 0, 0, [1])],
     ],
 )
-def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
+def test_a_verdict_with_impossible_parts_is_not_believed(parts: list[SpanResult]) -> None:
     assert outcome_of(member(), Verdict(True, GROUP.manifest(DIGEST, parts))) is None
 
 
@@ -161,7 +161,7 @@ def test_a_member_that_has_missed_an_order_believes_how_the_exchange_after_it_en
     assert outcome_of(member(group), Verdict(True, committed)) is not None
 
 
-def test_a_member_that_was_left_out_believes_who_the_others_were() -> None:
+def test_a_member_that_was_left_out_believes_a_result_of_the_others() -> None:
     group = group_of(4)
     assert outcome_of(member(group), Verdict(True, group.manifest(b"another digest", members=[0, 1]))) is not None
 
@@ -199,7 +199,7 @@ def test_a_member_that_waits_asks_its_leader_now_and_then() -> None:
     assert one.on(Looked(), ANSWER_S * 2) == [Ask(0)]
 
 
-def test_a_leader_asks_first_whom_others_accuse() -> None:
+def test_a_leader_asks_accused_members_first() -> None:
     leader = Round(group_of(4), 0)
     assert leader.on(Looked(), 50.0) == [], "nobody has voted: the exchange goes on"
     vote = Vote(b"group", 0, accusations=[Accusation(3, "it sent nothing")])
@@ -208,7 +208,7 @@ def test_a_leader_asks_first_whom_others_accuse() -> None:
     assert leader.on(Looked(), 50.0 + ANSWER_S) == [Ask(2)]
 
 
-def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
+def test_members_accused_only_of_sending_nothing_have_a_last_moment_to_vote() -> None:
     stalled = Vote(b"group", 0, accusations=[Accusation(2, "it sent nothing", is_stalled=True)])
     leader, hasty = Round(GROUP, 0), Round(GROUP, 0, hurried={2})
     for one in (leader, hasty):
@@ -224,7 +224,7 @@ def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
 
 
 @pytest.mark.parametrize("event", [Lost(0, "killed"), TimeOver("no answer")])
-def test_who_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | TimeOver) -> None:
+def test_a_member_that_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | TimeOver) -> None:
     one = member()
     assert one.answer(1, VerdictQuery(b"group")) is None
     assert one.on(event, 1.0) == [StopExchange(), AskOthers()]
@@ -275,7 +275,7 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
     assert leader.on(GaveUp("it leaves"), 2.0) == [], "it has decided"
 
 
-def test_who_votes_too_early_is_left_out() -> None:
+def test_a_leader_leaves_out_a_member_that_votes_too_early() -> None:
     leader = Round(GROUP, 0)
     leader.on(Voted(1, Vote(b"group", 1, HELD.digests)), 0.0)
     assert leader.count is not None

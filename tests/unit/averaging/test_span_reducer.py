@@ -101,7 +101,7 @@ def test_means_are_the_same_in_place(codec: Codec, monkeypatch: pytest.MonkeyPat
 
 
 @CODECS
-def test_who_breaks_the_rules_late_in_a_chunk_is_in_none_of_it(codec: Codec) -> None:
+def test_a_member_with_bad_bytes_late_in_a_chunk_is_left_out_of_all_of_it(codec: Codec) -> None:
     """Also where means of that chunk were written over the reducer's own values already."""
     bad_at = {NONE: 4 * 1000, FP16: 2 * (4 + 2 * 65_536) + 4, INT8: 100 * (216 + 8) + 216}[codec]
     means, presents, blamed = reduced(codec, bad_at, is_in_place=False)

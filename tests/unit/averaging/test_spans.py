@@ -71,7 +71,7 @@ def test_nobody_reduces_less_than_the_minimum_unless_alone(
         assert len(reducing) == max(1, min(num_able, numel // min_span_numel)), "as many as the vector is worth"
 
 
-def test_who_reduces_a_small_vector_changes_from_round_to_round() -> None:
+def test_the_reducer_of_a_small_vector_changes_from_round_to_round() -> None:
     drawn = [sizes_of(8, [1] * 16, 4096, number.to_bytes(16, "big")).index(8) for number in range(400)]
     assert set(drawn) == set(range(16))
     assert max(drawn.count(rank) for rank in range(16)) < 3 * 400 / 16

@@ -59,7 +59,7 @@ def test_the_largest_values_come_back_with_their_signs(codec: Sparse, numel: int
         assert ours[kept].abs().min() >= chunk.abs()[kept].min() * 0.996
 
 
-def test_more_bits_are_closer() -> None:
+def test_more_bits_of_the_sparse_codec_give_smaller_errors() -> None:
     values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
     codecs = [Sparse(bits=bits) for bits in (1, 2, 3, 4)]
     kept = decoded_by(codecs[0], encoded_by(codecs[0], values), values.numel()) != 0
@@ -73,7 +73,7 @@ def test_more_bits_are_closer() -> None:
     assert errors[1] < 0.1
 
 
-def test_what_was_sent_and_what_is_left_are_all_that_there_was() -> None:
+def test_sent_values_and_residuals_add_up_to_all_changes() -> None:
     plan = Plan([Segment(0, 10_000, Sparse(decay=1.0))])
     feedback, generator = ErrorFeedback(plan), torch.Generator().manual_seed(0)
     total, sent = torch.zeros(10_000), torch.zeros(10_000)
@@ -87,7 +87,7 @@ def test_what_was_sent_and_what_is_left_are_all_that_there_was() -> None:
     assert (sent != 0).sum() > 2 * 160  # others than at first
 
 
-def test_what_is_left_decays() -> None:
+def test_residuals_of_the_sparse_codec_decay() -> None:
     plan = Plan([Segment(0, 4096, Sparse(top=1, decay=0.5))])
     feedback, out = ErrorFeedback(plan), torch.empty(plan.num_bytes(0, 4096), dtype=torch.uint8)
     values = torch.zeros(4096)
@@ -133,7 +133,7 @@ def test_numbers_that_cannot_be_used_are_refused(options: dict[str, Any]) -> Non
         Sparse(**options)
 
 
-def test_a_name_brings_its_numbers() -> None:
+def test_the_name_of_a_sparse_codec_has_its_settings() -> None:
     codec = codec_named(Sparse(top=7, chunk=512, bits=3, decay=0.9).setting)
     assert isinstance(codec, Sparse)
     assert (codec.top, codec.chunk, codec.bits, codec.decay) == (7, 512, 3, 0.9)

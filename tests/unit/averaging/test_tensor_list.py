@@ -40,12 +40,12 @@ def made_in_inference_mode() -> torch.Tensor:
         ([BASE.t()[2:], BASE.view(-1)], "tensors 0 and 1 share memory"),
     ],
 )
-def test_what_cannot_be_averaged(tensors: Any, message: str) -> None:
+def test_tensors_that_cannot_be_averaged_are_refused_with_the_reason(tensors: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TensorList(tensors)
 
 
-def test_views_of_one_buffer_that_lie_side_by_side() -> None:
+def test_adjacent_views_of_one_buffer_can_be_averaged() -> None:
     buffer = torch.arange(10.0)
     values = TensorList([buffer[:4], buffer[4:].view(2, 3)]).values()
     assert torch.equal(values, buffer)

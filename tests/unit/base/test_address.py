@@ -43,7 +43,7 @@ def test_multiaddrs_are_read_and_written(text: str, address: Address) -> None:
         ("/ip6/0:0:0:0:0:0:0:1/tcp/80/", "/ip6/::1/tcp/80"),
     ],
 )
-def test_other_spellings(text: str, multiaddr: str) -> None:
+def test_other_spellings_of_addresses_are_read(text: str, multiaddr: str) -> None:
     assert str(Address.parse(text)) == multiaddr
 
 
@@ -145,7 +145,7 @@ def test_where_to_listen_may_be_said_in_short(text: str, multiaddr: str) -> None
         ("::1:80", "write an IPv6 address in brackets"),
     ],
 )
-def test_what_is_no_place_to_listen(text: str, said: str) -> None:
+def test_listen_addresses_that_cannot_be_read_are_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Address.parse_listen(text)
     assert said in str(caught.value)
@@ -174,7 +174,7 @@ def test_parse_reads_what_str_writes(address: Address) -> None:
 
 
 @given(st.ip_addresses(v=6) | st.ip_addresses(v=4), PORTS, st.booleans())
-def test_of_gives_one_address_to_each_place(
+def test_one_ip_and_port_is_one_address_in_any_spelling(
     ip: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int, long: bool
 ) -> None:
     address = Address.of(ip.exploded if long else str(ip), port)
@@ -222,7 +222,7 @@ def test_of_refuses_what_is_neither_ip_nor_name() -> None:
         Address.of("a b", 80)
 
 
-def test_with_peer() -> None:
+def test_with_peer_adds_the_peer_id_to_a_copy() -> None:
     bare = Address.parse("/dns4/x.tcp.ngrok.io/tcp/12345")
     assert bare.with_peer(PEER_ID) == Address.parse(f"/dns4/x.tcp.ngrok.io/tcp/12345/p2p/{PEER_ID}")
     assert bare.peer_id is None
@@ -239,7 +239,7 @@ def test_with_peer() -> None:
         ("localhost:80", False, False),  # a name is whatever it resolves to
     ],
 )
-def test_unspecified_and_loopback(text: str, is_unspecified: bool, is_loopback: bool) -> None:
+def test_unspecified_and_loopback_addresses_are_told_apart(text: str, is_unspecified: bool, is_loopback: bool) -> None:
     address = Address.parse(text)
     assert (address.is_unspecified, address.is_loopback) == (is_unspecified, is_loopback)
 

@@ -37,7 +37,7 @@ NAN = float("nan")
         ({"bandwidth_mbit_s": "100"}, "bandwidth_mbit_s='100' must be above 0 and at most"),
     ],
 )
-def test_settings_of_rounds(given: dict[str, Any], message: str) -> None:
+def test_averaging_settings_out_of_bounds_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         AveragingConfig(**given)
     assert message in str(error.value)
@@ -57,7 +57,7 @@ def test_settings_of_rounds(given: dict[str, Any], message: str) -> None:
         ({"min_refresh_s": 20.0}, "min_refresh_s=20.0, max_refresh_s=10.0, ttl_s=30.0 must rise in this order"),
     ],
 )
-def test_settings_of_progress(given: dict[str, Any], message: str) -> None:
+def test_progress_settings_out_of_bounds_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         ProgressConfig(**given)
     assert message in str(error.value)

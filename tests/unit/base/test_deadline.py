@@ -16,20 +16,20 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def test_names_the_phase_and_the_time() -> None:
+async def test_a_timeout_names_the_phase_and_the_time() -> None:
     with pytest.raises(Timeout, match=r"^timed out after 0\.01 s waiting for godot$") as caught:
         async with time_limit(SHORT_S, "waiting for godot"):
             await never()
     assert (caught.value.phase, caught.value.timeout_s) == ("waiting for godot", SHORT_S)
 
 
-async def test_no_time_at_all_still_ends() -> None:
+async def test_a_time_limit_of_zero_ends_the_block() -> None:
     with pytest.raises(Timeout):
         async with time_limit(0, "waiting"):
             await never()
 
 
-async def test_what_is_done_in_time_is_left_alone() -> None:
+async def test_work_that_ends_in_time_is_left_alone() -> None:
     async with time_limit(LONG_S, "waiting"):
         await asyncio.sleep(0)
         result = 1
@@ -52,14 +52,14 @@ async def test_a_wait_for_of_somebody_else_passes_through() -> None:
             await asyncio.wait_for(never(), SHORT_S)
 
 
-async def test_nested_the_inner_is_over_first() -> None:
+async def test_the_inner_of_nested_time_limits_may_end_first() -> None:
     with pytest.raises(Timeout) as caught:
         async with time_limit(LONG_S, "outer"), time_limit(SHORT_S, "inner"):
             await never()
     assert caught.value.phase == "inner"
 
 
-async def test_nested_the_outer_is_over_first() -> None:
+async def test_the_outer_of_nested_time_limits_may_end_first() -> None:
     with pytest.raises(Timeout) as caught:
         async with time_limit(SHORT_S, "outer"), time_limit(LONG_S, "inner"):
             await never()
@@ -128,7 +128,7 @@ async def test_work_that_stands_still_or_crawls_is_ended(step: int) -> None:
     assert ended.is_set()
 
 
-async def test_what_the_work_raises_is_raised() -> None:
+async def test_an_exception_of_the_work_is_raised() -> None:
     async def work() -> None:
         raise ValueError("broken")
 

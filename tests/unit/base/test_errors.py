@@ -68,7 +68,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(("error", "message"), MESSAGES, ids=lambda value: type(value).__name__)
-def test_message_in_full(error: ManyhandsError, message: str) -> None:
+def test_each_error_has_its_full_message(error: ManyhandsError, message: str) -> None:
     assert str(error) == message
 
 
@@ -89,7 +89,9 @@ OTHER_KINDS = [
 
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "pickle_0"])
 @pytest.mark.parametrize("error", [*(error for error, _ in MESSAGES), *OTHER_KINDS], ids=lambda e: type(e).__name__)
-def test_a_copy_says_and_knows_the_same(error: ManyhandsError, copied: Callable[[Exception], Exception]) -> None:
+def test_a_copied_or_pickled_error_has_the_same_message_and_attributes(
+    error: ManyhandsError, copied: Callable[[Exception], Exception]
+) -> None:
     """As after a process pool or a queue, which pickle the errors of their workers."""
     other = copied(error)
     assert type(other) is type(error)
@@ -136,7 +138,7 @@ def test_each_dial_reason_has_words_of_its_own() -> None:
         (RankLost, [ManyhandsError]),
     ],
 )
-def test_the_tree(kind: type[Exception], parents: list[type[Exception]]) -> None:
+def test_each_error_has_its_parents_in_the_tree(kind: type[Exception], parents: list[type[Exception]]) -> None:
     assert [parent for parent in parents if not issubclass(kind, parent)] == []
 
 

@@ -40,7 +40,7 @@ def test_one_purpose_has_a_folder_once(tmp_path: Path) -> None:
     FolderLock(tmp_path, "state dir").release()
 
 
-def test_what_another_process_uses_is_refused_for_every_purpose(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_uses_is_refused_for_every_purpose(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from manyhands.base.folder_lock import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]), 'state dir'); print('locked', flush=True); sys.stdin.read()"
@@ -54,7 +54,7 @@ def test_what_another_process_uses_is_refused_for_every_purpose(tmp_path: Path) 
     FolderLock(tmp_path, "checkpoint folder").release()
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_locking_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         FolderLock(tmp_path / "file", "state dir")

@@ -53,7 +53,9 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "named", "says"), CALLS)
-def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str) -> None:
+def test_arguments_of_hivemind_constructors_are_refused_with_what_to_write(
+    kind: Any, named: dict[str, Any], says: str
+) -> None:
     first = () if kind is manyhands.Peer else (inner(),)
     with pytest.raises(ConfigError, match=says) as caught:
         kind(*first, **named)
@@ -76,19 +78,21 @@ def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str)
         (manyhands.Peer.get, {"key": "k", "latest": True}, "leave latest= out: the latest value is read anyway"),
     ],
 )
-def test_so_is_each_call(method: Any, named: dict[str, Any], says: str) -> None:
+def test_arguments_of_hivemind_calls_are_refused_with_what_to_write(
+    method: Any, named: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         method(None, **named)
     assert "docs/how-to/from-hivemind.md" in str(caught.value)
 
 
-def test_what_the_class_knows_itself_and_what_nobody_knows_is_left_to_python() -> None:
+def test_known_and_unknown_keywords_are_left_to_python() -> None:
     assert Model(3, client_mode=True).size == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         Model(3, colour=1)  # type: ignore[call-arg]
 
 
-def test_names_of_ours_are_not_among_them_and_the_page_has_them_all() -> None:
+def test_refused_hivemind_names_are_none_of_ours_and_all_documented() -> None:
     own = inspect.signature(manyhands.Optimizer.__init__).parameters.keys()
     assert not own & INSTEAD.keys()
     text = PAGE.read_text()
@@ -96,7 +100,7 @@ def test_names_of_ours_are_not_among_them_and_the_page_has_them_all() -> None:
 
 
 @pytest.mark.parametrize("peer", [None, object()])
-def test_what_is_no_peer_is_told_how_to_make_one(peer: Any) -> None:
+def test_a_peer_argument_that_is_no_peer_is_refused_with_how_to_make_one(peer: Any) -> None:
     says = r"must be this machine's manyhands.Peer: peer=manyhands.Peer\(\) begins a swarm"
     with pytest.raises(ConfigError, match=says):
         manyhands.Optimizer(inner(), peer=peer, run_id="run", target_batch_size=8)
@@ -107,7 +111,7 @@ def test_what_is_no_peer_is_told_how_to_make_one(peer: Any) -> None:
 @pytest.mark.parametrize(
     "named", [{"initial_peers": "127.0.0.1:1"}, {"listen": "127.0.0.1:1"}, {"announce": "127.0.0.1:1"}]
 )
-def test_one_address_is_no_list_of_addresses(named: dict[str, Any]) -> None:
+def test_one_address_in_place_of_a_list_is_refused(named: dict[str, Any]) -> None:
     says = r"'127.0.0.1:1' is one address where a list of them is needed; write \['127.0.0.1:1'\]"
     with pytest.raises(ConfigError, match=says):
         manyhands.Peer(**named)

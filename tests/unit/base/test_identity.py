@@ -29,7 +29,7 @@ def pem(key: object, password: bytes | None = None) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
 
 
-def test_peer_id_of_the_libp2p_test_vector() -> None:
+def test_the_peer_id_equals_that_of_the_libp2p_test_vector() -> None:
     identity = Identity.from_seed(SPEC_SEED)
     assert identity.private_key.public_key().public_bytes_raw() == SPEC_PUBLIC_KEY
     assert identity.peer_id == peer_id_from_public_key(SPEC_PUBLIC_KEY) == SPEC_PEER_ID
@@ -61,7 +61,7 @@ def test_peer_id_and_public_key_are_one_to_one(public_key: bytes) -> None:
         "16Uiu2HAmLhLvBoYaoZfaMUKuibM6ac163GwKY74c5kiSLg5KvLpY",  # secp256k1
     ],
 )
-def test_what_is_no_peer_id(peer_id: str) -> None:
+def test_malformed_peer_ids_are_refused(peer_id: str) -> None:
     with pytest.raises(ConfigError, match="a peer id has 52 characters and begins with 12D3KooW") as caught:
         public_key_of(PeerId(peer_id))
     assert len(str(caught.value)) < 300
@@ -107,7 +107,7 @@ UNKNOWN_ALGORITHM = b"-----BEGIN PRIVATE KEY-----\nMA4CAQAwBQYDKgMEBAIEAA==\n---
     ],
     ids=["text", "binary", "garbage in PEM", "cut off", "encrypted", "public key", "unknown algorithm"],
 )
-def test_a_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_key_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "identity.pem"
     path.write_bytes(content)
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have other rights")
 @pytest.mark.parametrize("mode", [0o666, 0o644, 0o640])
-def test_a_file_that_others_can_read_is_taken_from_them(
+def test_an_identity_file_that_others_can_read_is_made_private(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     path = tmp_path / "identity.pem"
@@ -165,7 +165,7 @@ def test_a_file_that_is_no_key_stays_as_it_is(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
-def test_a_file_that_others_can_write_and_nothing_can_be_done_about_it(
+def test_an_identity_file_that_others_can_write_is_refused_if_it_cannot_be_made_private(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "identity.pem"
@@ -185,14 +185,14 @@ def test_a_file_that_others_can_write_and_nothing_can_be_done_about_it(
         Identity.load_or_create(path)
 
 
-def test_a_file_that_holds_another_kind_of_key(tmp_path: Path) -> None:
+def test_a_file_that_holds_another_kind_of_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     path.write_bytes(pem(rsa.generate_private_key(public_exponent=65537, key_size=2048)))
     with pytest.raises(ConfigError, match="holds RSAPrivateKey; an Ed25519 key is needed"):
         Identity.load_or_create(path)
 
 
-def test_paths_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_identity_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"identity file .*: Is a directory"):
         Identity.load_or_create(tmp_path)
     (tmp_path / "file").write_bytes(b"")

@@ -28,7 +28,7 @@ def test_dir_offers_every_public_name_and_each_can_be_had() -> None:
         manyhands.Optimiser  # noqa: B018
 
 
-def test_all_errors_are_there() -> None:
+def test_all_errors_are_public_names() -> None:
     tree = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
     assert tree <= set(dir(manyhands))
     assert all(getattr(manyhands, name) is getattr(errors, name) for name in tree)

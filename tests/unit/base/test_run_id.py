@@ -7,7 +7,7 @@ from manyhands.base.run_id import MAX_LENGTH, checked_run_id
 
 
 @pytest.mark.parametrize("run_id", ["a", "my-albert", "ALBERT_2", "албанский", "x" * MAX_LENGTH, "a:b", "🐙"])
-def test_accepted(run_id: str) -> None:
+def test_valid_run_ids_are_accepted(run_id: str) -> None:
     assert checked_run_id(run_id) == run_id
 
 
@@ -24,7 +24,7 @@ def test_accepted(run_id: str) -> None:
         ("my\u200balbert", "unprintable"),
     ],
 )
-def test_refused_with_the_rule_and_an_example(run_id: str, said: str) -> None:
+def test_invalid_run_ids_are_refused_with_the_rule_and_an_example(run_id: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checked_run_id(run_id)
     assert said in str(caught.value)
@@ -33,7 +33,7 @@ def test_refused_with_the_rule_and_an_example(run_id: str, said: str) -> None:
 
 
 @given(st.text(max_size=80))
-def test_whatever_is_accepted_fits_in_a_dht_key_and_on_one_line(run_id: str) -> None:
+def test_accepted_run_ids_fit_in_a_dht_key_and_on_one_line(run_id: str) -> None:
     try:
         checked_run_id(run_id)
     except ConfigError:

@@ -9,7 +9,7 @@ import pytest
 from manyhands.base.text import amount_of, counted, rough, shell_option
 
 
-def test_one_peer_is_no_peers() -> None:
+def test_counts_have_the_singular_and_the_plural() -> None:
     assert [counted(number, "peer") for number in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 

@@ -23,7 +23,9 @@ RUN_IDS = st.text(st.characters(categories=["L", "N"]), max_size=64)
 
 
 @given(RUN_IDS, st.lists(st.sampled_from(ADDRESSES), min_size=1, max_size=MAX_ADDRESSES), st.binary(max_size=40))
-def test_a_ticket_is_one_word_that_holds_all(run_id: str, addresses: list[Address], digest: bytes) -> None:
+def test_a_ticket_is_one_word_with_run_addresses_and_digest(
+    run_id: str, addresses: list[Address], digest: bytes
+) -> None:
     ticket = Ticket(run_id, addresses, digest)
     text = str(ticket)
     assert re.fullmatch("mh1[0-9A-Za-z]+", text)
@@ -43,7 +45,7 @@ WORD = str(Ticket("run", ADDRESSES, b"digest"))
 
 
 @given(st.integers(0, len(WORD) - 1))
-def test_one_that_is_cut_or_mistyped_is_refused(position: int) -> None:
+def test_a_ticket_that_is_cut_or_mistyped_is_refused(position: int) -> None:
     mistyped = WORD[:position] + ("x" if WORD[position] != "x" else "y") + WORD[position + 1 :]
     for text in (WORD[:position], mistyped):
         with pytest.raises(ConfigError):
@@ -67,7 +69,7 @@ def test_one_that_is_cut_or_mistyped_is_refused(position: int) -> None:
          "peer id"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_told_in_words(text: str, message: str) -> None:
+def test_tickets_that_cannot_be_used_are_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Ticket.parse(text)
 

@@ -42,7 +42,7 @@ class Keeper:
             self.error = clear_tracebacks(error)
 
 
-def test_frames_go_and_words_stay() -> None:
+def test_clearing_a_traceback_frees_its_frames_and_keeps_its_message() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -61,7 +61,7 @@ def test_frames_go_and_words_stay() -> None:
         gc.enable()
 
 
-def test_errors_that_lead_to_each_other() -> None:
+def test_tracebacks_of_errors_with_circular_contexts_can_be_cleared() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__context__, other.__context__ = other, one
     with pytest.raises(ValueError, match="one"):

@@ -44,7 +44,7 @@ def change(path: Path, **values: Any) -> None:
     (path / ABOUT).write_bytes(msgspec.json.encode({**about, **values}))
 
 
-def test_the_two_newest_are_kept(tmp_path: Path) -> None:
+def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder"
     folder = CheckpointDir(path, "run")
     assert folder.newest_path() is None
@@ -60,7 +60,7 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     assert folder.newest_run() is not None
 
 
-def test_what_breaks_off_is_not_there(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_writing_breaks_off_is_not_there(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path, "run")
     add(folder, 1)
     with contextlib.suppress(OSError), folder.adding(2, RUN) as draft:
@@ -73,7 +73,7 @@ def test_what_breaks_off_is_not_there(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-1"]
 
 
-def test_one_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path, "run")
     add(folder, 1, "old")
     add(folder, 1, "new")
@@ -81,7 +81,7 @@ def test_one_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-1" / "model").read_text() == "new"
 
 
-def test_other_folders_and_files_stay(tmp_path: Path) -> None:
+def test_folders_and_files_that_are_no_checkpoints_stay(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").write_text("a file")
     (tmp_path / "checkpoint-best").mkdir()
     folder = CheckpointDir(tmp_path, "run")
@@ -171,7 +171,7 @@ def missing(file: Path) -> str:
 
 @pytest.mark.parametrize("damage", [shorter, altered, missing])
 @pytest.mark.parametrize("name", ["model", ABOUT])
-def test_a_damaged_one_is_told_with_its_reason_and_the_one_before_it_taken(
+def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_one_before_it_is_used(
     tmp_path: Path, name: str, damage: Callable[[Path], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = CheckpointDir(tmp_path, "run")
@@ -229,7 +229,7 @@ def test_another_model_or_setting_is_named_with_both_values(tmp_path: Path, chan
         next(folder.newest(msgspec.structs.replace(RUN, **changes)))
 
 
-def test_what_makes_no_difference_to_a_state_may_differ(tmp_path: Path) -> None:
+def test_protocol_codec_and_new_options_of_a_checkpoint_may_differ(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path, "run")
     add(folder, 1)
     groups = [{**RUN.hyper_parameters[0], "an option of a newer torch": True}]
@@ -252,7 +252,7 @@ def test_another_format_is_refused_with_both_numbers(tmp_path: Path, there: int)
         CheckpointDir(tmp_path, "run")
 
 
-def test_what_is_not_this_runs_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_in_use_or_of_another_run_is_refused(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path, "run")
     with pytest.raises(ConfigError, match="in use by another peer"):
         CheckpointDir(tmp_path, "run")

@@ -44,7 +44,7 @@ def assert_same(one: Any, other: Any, name: str = "") -> None:
         lambda parameters: Lamb(parameters, clamp_value=float("inf")),
     ],
 )
-def test_of_many_optimizers(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_states_of_many_optimizers_come_back_as_saved(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 2)).to(dtype)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -66,7 +66,7 @@ def contiguous(value: Any) -> Any:
     return type(value)(contiguous(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def test_of_odd_values(tmp_path: Path) -> None:
+def test_shared_tensors_views_and_odd_values_come_back_as_saved(tmp_path: Path) -> None:
     buffer = torch.arange(6.0)
     state = {
         "one tensor twice": [buffer, buffer],
@@ -82,7 +82,7 @@ def test_of_odd_values(tmp_path: Path) -> None:
     assert_same(state, load_state(tmp_path))
 
 
-def test_what_is_no_value_is_named(tmp_path: Path) -> None:
+def test_a_function_in_the_optimizer_state_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"state\.0\.hook in the optimizer's state is a builtin_function"):
         save_state({"state": {0: {"hook": print}}}, tmp_path)
     assert not list(tmp_path.iterdir())

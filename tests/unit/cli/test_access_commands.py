@@ -80,7 +80,9 @@ def test_an_owner_key_is_private_and_never_overwritten(folder: Path, capsys: pyt
     assert SignedCharter.load("second.charter").charter.owner == charter.charter.owner
 
 
-def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coordinator_and_the_owner_make_invitations_with_the_given_limits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     coordinator = new_coordinator(folder)
     charter = SignedCharter.load("ours.charter")
     assert run(["invite", "--state-dir", "state", "--uses", "5", "--expires", "7d", "--for", PEER]) == EXIT_OK
@@ -134,7 +136,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
     ],
 )  # fmt: skip
-def test_one_line_says_what_to_do(
+def test_access_commands_say_in_one_line_what_to_do(
     folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new_coordinator(folder)
@@ -146,7 +148,9 @@ def test_one_line_says_what_to_do(
     assert not (folder / "r.key").exists()
 
 
-def test_a_charter_with_limits_and_the_settings_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_charter_takes_limits_and_the_settings_of_a_running_trainer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limits = ["--max-weight-ratio", "20", "--max-weight-share", "0.5", "--max-norm-ratio", "4"]
     with manyhands.Peer(listen=LISTEN) as first, manyhands.Peer(first.addresses, listen=LISTEN) as trial:
         arguments = ["run", "create", "--run-id", "ours"]
@@ -170,7 +174,7 @@ def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFix
     assert "is open: everybody can join it" in complaint(arguments, capsys)
 
 
-def test_bans_and_members_on_the_machine_of_a_coordinator(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ban_and_members_work_on_the_machine_of_a_coordinator(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = new_coordinator(folder)
     assert run(["ban", PEER, "--state-dir", "state"]) == EXIT_OK
     assert "the ban takes effect when it is started" in capsys.readouterr().out
@@ -218,7 +222,7 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
     ("addresses", "where"),
     [("127.0.0.1:1", "this machine"), ("127.0.0.1:1 10.0.0.7:1", "this network"), ("10.0.0.7:1 203.0.114.7:1", "")],
 )
-def test_an_invitation_says_who_begins_the_run_and_who_cannot_dial_its_addresses(
+def test_an_invitation_says_how_to_begin_the_run_and_from_where_its_addresses_can_be_dialled(
     folder: Path, capsys: pytest.CaptureFixture[str], addresses: str, where: str
 ) -> None:
     new_coordinator(folder)
@@ -231,7 +235,9 @@ def test_an_invitation_says_who_begins_the_run_and_who_cannot_dial_its_addresses
     assert "An observer measures the run with: manyhands evaluate --initial-peers TICKET" in capsys.readouterr().out
 
 
-def test_a_ticket_for_a_run_that_nobody_trains_yet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_joining_a_run_that_nobody_trains_yet_says_how_to_begin_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     identity = new_coordinator(folder)
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
         first.coordinate("ours.charter")
@@ -243,7 +249,7 @@ def test_a_ticket_for_a_run_that_nobody_trains_yet(folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "0d", "367d", "7 d"])
-def test_what_is_no_lifetime(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_lifetimes_of_invitations_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "for example 7d" in complaint(["invite", "--state-dir", "state", "--expires", text], capsys)
 
 
@@ -253,7 +259,7 @@ def signed_by_owner(number: int, access: Access, path: Path) -> Path:
     return path
 
 
-def test_two_charters_and_no_ticket(folder: Path) -> None:
+def test_a_run_with_two_charters_needs_a_ticket(folder: Path) -> None:
     listen = ["/ip4/127.0.0.1/tcp/0"]
     with (
         manyhands.Peer(listen=listen, identity=identity_of(21)) as one,

@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kept"  # still locked, as by a trainer
 
 
-def test_show_says_what_it_is_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_describes_each_checkpoint_and_names_unreadable_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["checkpoint", "show", str(folder)]) == OK
     said = capsys.readouterr().out
     assert said.splitlines() == [
@@ -84,7 +86,7 @@ def test_verify_checks_each_file(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_one_that_a_trainer_removes_meanwhile_is_no_problem(
+def test_a_checkpoint_removed_during_the_command_is_skipped(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def found(folder: Path) -> list[Path]:
@@ -97,7 +99,7 @@ def test_one_that_a_trainer_removes_meanwhile_is_no_problem(
     assert "checkpoint-100" not in capsys.readouterr().out
 
 
-def test_neither_needs_torch(folder: Path) -> None:
+def test_checkpoint_commands_need_no_torch(folder: Path) -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'numpy', 'safetensors', 'transformers'): sys.modules[name] = None\n"
@@ -135,7 +137,7 @@ def test_export_has_the_model_alone(
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "export"])
-def test_what_is_no_checkpoint_is_one_line(
+def test_folders_without_a_readable_checkpoint_are_refused_in_one_line(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = folder / "checkpoint-200" / "run.json"

@@ -36,7 +36,7 @@ def good_run() -> Tally:
     return tally
 
 
-def test_a_good_run_adds_up() -> None:
+def test_the_summary_of_a_good_run_adds_up() -> None:
     summary = good_run().summary(12.34)
     assert summary.problems == []
     assert (summary.steps, summary.peers_seen, summary.rounds_committed, summary.rounds_aborted) == (2, 3, 2, 2)
@@ -66,7 +66,7 @@ def test_each_broken_promise_is_a_problem() -> None:
     assert tally.summary(1.0).problems == ["newcomer did not finish"]
 
 
-def test_what_ended_the_story_early_is_the_first_problem() -> None:
+def test_the_failure_that_ended_the_demo_early_is_the_first_problem() -> None:
     assert good_run().summary(1.0, "trainer 2 ended with exit code 1: out of memory").problems == [
         "trainer 2 ended with exit code 1: out of memory"
     ]
@@ -87,7 +87,7 @@ def drawn(console: Console) -> list[str]:
 
 
 @pytest.mark.parametrize("planned", [0, 1, 2, 6])
-def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
+def test_the_bar_has_room_for_more_steps_than_planned(planned: int) -> None:
     tally, console = good_run(), a_terminal()
     tally.planned_steps = planned
     with DemoView(console, tally) as view:
@@ -111,7 +111,7 @@ LINE = "[INFO] " + "a line that is longer than the terminal is wide " * 3
 
 
 @pytest.mark.parametrize("width", [TABLE_WIDTH, 80])
-def test_nothing_wraps_and_nothing_is_cut_in_a_terminal_of_80_columns(width: int) -> None:
+def test_the_demo_fits_a_terminal_of_80_columns_without_wrapping(width: int) -> None:
     console = a_terminal(width)
     with DemoView(console, a_run_with_long_numbers()) as view:
         view.say("trainer 1", LINE)

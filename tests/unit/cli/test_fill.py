@@ -23,7 +23,7 @@ USAGE = 2
         ("checkpoint-2", "a [MASK]", "holds a model of type 'bert'"),
     ],
 )
-def test_what_cannot_be_filled_is_said_in_a_line(
+def test_fill_refuses_bad_folders_and_texts_in_one_line(
     folder: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, config in (("checkpoint-1", "{}"), ("checkpoint-2", '{"model_type": "bert"}')):
@@ -35,7 +35,7 @@ def test_what_cannot_be_filled_is_said_in_a_line(
     assert message in line
 
 
-def test_what_is_not_installed_is_said(
+def test_fill_without_its_packages_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -15,7 +15,7 @@ from manyhands.cli.options import NetworkOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 
 
-def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
+def test_a_first_peer_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
     listen = ["/ip4/127.0.0.1/tcp/0"]
     with manyhands.Peer(listen=listen) as first, manyhands.Peer(first.addresses, client_mode=True):
         with manyhands.Peer(first.addresses, listen=listen):
@@ -44,7 +44,7 @@ def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
         ),
     ],
 )
-def test_it_says_what_changes_at_each_start(
+def test_a_first_peer_says_whether_its_id_or_port_changes_at_each_start(
     options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerOptions, "keeper", lambda self: None)  # without the package

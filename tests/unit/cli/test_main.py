@@ -27,7 +27,7 @@ from manyhands.cli.train_command import train
         ["data", "prepare", "--help"],
     ],
 )
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_a_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0
     assert "Usage: manyhands" in capsys.readouterr().out
 
@@ -47,7 +47,7 @@ def test_an_old_option_that_does_nothing_is_a_note(capsys: pytest.CaptureFixture
     assert error.startswith("manyhands: run_id 'a.b'")
 
 
-def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["monitor", "--run_id", "a.b"]) == 2
     assert "run_id 'a.b'" in capsys.readouterr().err
 
@@ -82,7 +82,7 @@ def test_a_doctor_is_told_what_it_shall_examine(
         (["train", "--no-client-mode", "--client-mode"], "Parameter --client-mode specified multiple times"),
     ],
 )
-def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: py
         ("join 127.0.0.1:1 --run-ib x", "Unknown option: --run-ib. Did you mean --run-id?"),
     ],
 )
-def test_what_is_too_much_is_told_where_it_belongs(
+def test_superfluous_and_mistyped_arguments_are_refused_with_what_to_write(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words.split()) == 2

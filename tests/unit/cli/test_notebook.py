@@ -29,7 +29,7 @@ def values_in(notebook: nbformat.NotebookNode) -> dict[str, str]:
     return {name: ast.literal_eval(value.partition("  #")[0]) for name, _, value in named}
 
 
-def test_all_are_here_valid_and_without_outputs() -> None:
+def test_all_notebooks_are_valid_and_without_outputs() -> None:
     assert sorted(path.name for path in EXAMPLES.iterdir()) == sorted(NOTEBOOKS)
     for name in NOTEBOOKS:
         notebook = nbformat.read(EXAMPLES / name, as_version=4)
@@ -51,7 +51,7 @@ def test_the_example_is_the_template_of_the_command() -> None:
     assert text.count(CURVES) == 1
 
 
-def test_it_fills_the_fields_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_command_fills_the_fields_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["notebook", "--run-id", "my-run", "--initial-peers", *ADDRESSES,
                 "--dataset-url", "https://example.org/index.json", "--curves-url", "https://example.org/curves",
                 "--install", 'git+https://example.org/"odd"']) == 0  # fmt: skip
@@ -79,7 +79,7 @@ def is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["https://example.org/index.json", "s3://bucket/index.json"], "s3"),
     ],
 )
-def test_it_installs_this_version_with_what_the_data_needs(
+def test_the_notebook_installs_this_version_with_the_extra_for_the_data(
     urls: list[str], extra: str, is_installed: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*BEGIN, *(["--dataset-url", *urls] if urls else [])]) == 0
@@ -125,7 +125,9 @@ def test_addresses_that_nobody_outside_can_dial_are_warned_of(
         (["--run-id", "r", "--initial-peers", ADDRESSES[0], "--curves-url", "https://x) [y](http://z"], "can open"),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_command_refuses_bad_input_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["notebook", *arguments]) == USAGE
     captured = capsys.readouterr()
     assert message in captured.err

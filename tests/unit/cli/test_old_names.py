@@ -101,7 +101,7 @@ def test_an_option_of_the_trainer_reaches_its_part(taken: Taken, words: str, get
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if JOIN in row.commands and row.new], ids=lambda row: row.old[0])
-def test_a_volunteer_may_use_them_too(row: OldName) -> None:
+def test_join_has_the_options_that_old_names_translate_to(row: OldName) -> None:
     known = {name for argument in app["join"].assemble_argument_collection() for name in argument.names}
     assert row.new.split()[0] in known
 
@@ -112,14 +112,14 @@ def test_all_that_trainers_take_is_tested() -> None:
     assert rows - elsewhere <= {words.split()[0].removeprefix("--") for words, _, _ in REACHES}
 
 
-def test_options_written_with_their_values_and_dashes(taken: Taken) -> None:
+def test_old_options_are_read_with_equals_signs_dashes_and_underscores(taken: Taken) -> None:
     assert run(["train", "--experiment-prefix=x", "--averaging_expiration=9", "--fp16=False"]) == 0
     assert (taken.run_id, taken.training.precision) == ("x", "float32")
     assert taken.training.tuning.matchmaking_time_s == 9.0
 
 
 @pytest.mark.parametrize("command", ANY)
-def test_what_means_nothing_is_said_with_the_reason(command: str) -> None:
+def test_old_options_without_effect_are_noted_with_the_reason(command: str) -> None:
     for row in (row for row in TABLE if command in row.commands and not row.new):
         for name in row.old:
             translation = Translation([command, f"--{name}", "1"])
@@ -138,7 +138,7 @@ def test_what_means_nothing_is_said_with_the_reason(command: str) -> None:
         ("--upload_interval None", ""),
     ],
 )
-def test_options_of_the_monitor(words: str, now: str) -> None:
+def test_old_options_of_the_monitor_are_translated(words: str, now: str) -> None:
     translation = Translation(["monitor", *words.split()])
     assert translation.words == ["monitor", *now.split()]
     assert translation.notes == []
@@ -149,7 +149,7 @@ def test_of_two_precisions_the_one_that_is_not_false_counts(taken: Taken) -> Non
     assert taken.training.precision == "bfloat16"
 
 
-def test_an_environment_variable_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIVEMIND_THREADS", "256")
     assert Translation(["train"]).notes == [
         "HIVEMIND_THREADS does nothing here: the network has one thread, and needs no more"
@@ -176,7 +176,9 @@ def test_an_environment_variable_that_means_nothing(monkeypatch: pytest.MonkeyPa
         ("--per_device_train_batch_size many", "--per_device_train_batch_size is 'many'; it must be a whole number"),
     ],
 )
-def test_one_line(taken: Taken, capfd: pytest.CaptureFixture[str], words: str, message: str) -> None:
+def test_conflicting_and_malformed_old_options_are_refused_in_one_line(
+    taken: Taken, capfd: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
     assert run(["train", *words.split()]) == USAGE
     errors = capfd.readouterr().err
     assert message in errors
@@ -198,19 +200,19 @@ def test_an_error_names_the_option_as_it_was_written_and_leaves_commands_alone()
     )
 
 
-def test_who_overwrites_a_folder_is_told_how_to_begin_anew(taken: Taken, capfd: pytest.CaptureFixture[str]) -> None:
+def test_overwrite_output_dir_is_noted_with_how_to_begin_anew(taken: Taken, capfd: pytest.CaptureFixture[str]) -> None:
     run(["train", "--output_dir", "o", "--overwrite_output_dir"])
     assert "--overwrite_output_dir does nothing here: training goes on from the newest" in capfd.readouterr().err
     assert taken.training.checkpoint_dir == Path("o")
 
 
-def test_the_docs_have_the_table() -> None:
+def test_the_docs_have_the_table_of_old_names() -> None:
     page = Path(__file__).parents[3] / "docs" / "reference" / "old-names.md"
     assert old_names.as_markdown() in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", ANY)
-def test_help_lists_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_old_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run([command, "--help"])
     shown = capsys.readouterr().out
     for row in (row for row in TABLE if command in row.commands):

@@ -13,7 +13,7 @@ from manyhands.cli.run_look_up import Scout
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 
 
-def test_what_the_peer_that_takes_part_logs_again_is_not_logged_while_looking(
+def test_looking_a_run_up_does_not_log_that_peers_are_trusted_on_first_use(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = logging.getLogger("manyhands")

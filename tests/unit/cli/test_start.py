@@ -47,7 +47,7 @@ def test_a_new_folder_is_removed_if_the_start_fails_and_it_holds_an_identity_at_
     ("error", "has_succeeded", "is_told"),
     [(KeyboardInterrupt, False, True), (KeyboardInterrupt, True, False), (ConfigError, False, False)],
 )
-def test_ctrl_c_before_the_training_is_told(
+def test_ctrl_c_before_a_start_has_succeeded_is_told(
     error: type[BaseException], has_succeeded: bool, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "manyhands")

@@ -23,7 +23,7 @@ def test_a_ticket_for_this_machine_alone_says_so(
         assert ("▄" in shown) != is_local, "a QR code is for other machines"
 
 
-def test_where_no_run_is_one_can_be_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_run_where_there_is_none_says_how_to_begin_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.cli.run_look_up.PATIENCE_S", 0.0)
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as first, Scout(first.addresses) as scout:
         begin = f"manyhands train --run-id NAME --start-new --initial-peers {first.addresses[0]}$"

@@ -48,7 +48,9 @@ def test_taken_port_is_one_line(
     (["first-peer", "--web"], "add --charter FILE, or start manyhands monitor --run-id NAME --web"),
     (["demo", "--web", "here"], "'here' is not HOST:PORT"),
 ])  # fmt: skip
-def test_what_cannot_be_shown(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_web_page_that_cannot_work_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(words) == USAGE
     assert said in capsys.readouterr().err
 

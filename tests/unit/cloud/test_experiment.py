@@ -82,7 +82,7 @@ def test_spot_workers_are_replaced_by_aws_and_only_peers_can_be_reached() -> Non
         assert "IamInstanceProfile" not in one, "the machines need no rights in the account"
 
 
-def test_what_a_worker_installs_has_all_that_the_options_of_train_import() -> None:
+def test_the_extras_of_a_worker_have_all_packages_that_the_options_of_train_import() -> None:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -73,7 +73,7 @@ def _is_list_of_words(text: str) -> bool:
     return isinstance(words, list) and all(isinstance(word, str) for word in words)
 
 
-def test_the_dockerfile_has_no_faults() -> None:
+def test_the_lint_finds_no_fault_in_the_dockerfile() -> None:
     lines = instructions(DOCKER / "Dockerfile")
     assert complaints_about(lines) == []
     assert [name for name, _ in lines].count("FROM") >= 3, "what builds the package is not in the image"
@@ -93,7 +93,7 @@ def test_the_dockerfile_has_no_faults() -> None:
         ("HEALTHCHECK --interval", "LABEL --interval", "no HEALTHCHECK"),
     ],
 )
-def test_the_lint_finds_faults(before: str, after: str, complaint: str, tmp_path: Path) -> None:
+def test_the_lint_finds_seeded_faults_in_a_dockerfile(before: str, after: str, complaint: str, tmp_path: Path) -> None:
     text = (DOCKER / "Dockerfile").read_text()
     assert before in text
     (tmp_path / "Dockerfile").write_text(text.replace(before, after))

@@ -32,7 +32,7 @@ def rules() -> list[dict[str, Any]]:
     return loaded
 
 
-def test_all_metrics_are_known_and_used() -> None:
+def test_dashboard_and_rules_use_exactly_the_known_metrics() -> None:
     text = json.dumps(dashboard()) + json.dumps(rules())
     assert metrics_in(text) == METRICS
 
@@ -59,7 +59,7 @@ def test_the_dashboard_asks_the_chosen_prometheus_for_the_chosen_runs() -> None:
                 assert selector == '{run_id=~"$run_id"}', target["expr"]
 
 
-def test_no_panel_is_on_another() -> None:
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()

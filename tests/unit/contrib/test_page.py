@@ -22,7 +22,7 @@ def commands() -> list[str]:
     return [match[1] for match in found if match]
 
 
-def test_there_are_commands() -> None:
+def test_the_page_has_commands() -> None:
     assert len(commands()) >= 5
 
 
@@ -38,7 +38,7 @@ def test_options_for_the_units_are_understood() -> None:
         parsed([command, *shlex.split(options)])
 
 
-def test_what_the_page_names_is_there() -> None:
+def test_files_units_and_folders_that_the_page_names_exist() -> None:
     for path in re.findall(r"\bcontrib/[\w./-]*\w", PAGE):
         assert (ROOT / path).exists(), path
     for unit in re.findall(r"(?:systemctl|journalctl) .*?\b(manyhands-[a-z-]+)", PAGE):

@@ -52,7 +52,7 @@ def command_of(unit: str) -> list[str]:
 @pytest.mark.parametrize(
     ("unit", "name"), [("first-peer", "first_peer"), ("coordinator", "monitor"), ("trainer", "train")]
 )
-def test_the_command_is_understood(unit: str, name: str) -> None:
+def test_the_command_line_accepts_the_command_of_each_unit(unit: str, name: str) -> None:
     command, arguments = parsed(command_of(unit))
     assert command == name
     assert arguments.get("run_id", "my-run") == "my-run"
@@ -94,7 +94,7 @@ def test_a_unit_is_started_again_until_it_works(unit: str) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_may_do_little(unit: str) -> None:
+def test_units_are_sandboxed(unit: str) -> None:
     service = read(unit)["Service"]
     for option in ("DynamicUser", "NoNewPrivileges", "PrivateTmp", "ProtectHome", "RestrictSUIDSGID"):
         assert service[option] == "yes", option

@@ -94,7 +94,7 @@ def test_a_stranger_is_trusted_until_its_dial_takes_long_and_again_when_it_was_r
     assert story(Dials(0.3, is_reached=False), tell) == [(0.3, "failed", "near"), (DOUBTED_AFTER_S, "doubted", "near")]
 
 
-def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom() -> None:
+def test_a_peer_that_could_not_be_dialled_is_doubted_and_dialled_less_and_less_often() -> None:
     dials = Dials(0.0, is_reached=False)
 
     async def tell(dial_back: DialBack) -> None:
@@ -116,7 +116,7 @@ def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom
     assert [what for _, what, _ in said] == ["failed", "doubted"] * 8 + ["reached"] * 2
 
 
-def test_who_moves_is_dialled_soon_again_but_not_as_often_as_it_says_so() -> None:
+def test_a_peer_that_moved_is_dialled_soon_but_not_at_each_of_its_claims() -> None:
     dials = Dials(0.0, is_reached=False)
 
     async def tell(dial_back: DialBack) -> None:
@@ -132,7 +132,7 @@ def test_who_moves_is_dialled_soon_again_but_not_as_often_as_it_says_so() -> Non
     assert dials.begun == [0.0, 30.0, 90.0, *(100.0 + number * MOVED_WAIT_S for number in range(4))]
 
 
-def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:
+def test_a_peer_that_left_during_its_dial_is_trusted_when_it_comes_back() -> None:
     dials = Dials(0.5, is_reached=False)
     dials.is_here = False
 
@@ -144,7 +144,7 @@ def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:
     assert story(dials, tell) == [(0.5, "failed", "restarted"), (5.5, "failed", "restarted")]
 
 
-def test_so_many_are_dialled_at_a_time_and_so_many_wait() -> None:
+def test_strangers_are_dialled_a_few_at_a_time_and_only_so_many_wait() -> None:
     dials = Dials(0.5, is_reached=True)
 
     async def tell(dial_back: DialBack) -> None:

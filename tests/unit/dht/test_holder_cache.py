@@ -36,7 +36,7 @@ def test_holders_count_though_the_table_has_no_room_for_them() -> None:
     assert replicas.recall_complete("key", NOW) == tuple(holders)
 
 
-def test_who_hears_of_somebody_nearer_looks_up_again() -> None:
+def test_a_node_that_hears_of_a_nearer_node_looks_the_holders_up_again() -> None:
     peers = nearest_first(60)
     replicas, table, _ = far_node(peers)
     replicas.remember("key", [one.peer_id for one in peers[1:4]], NOW, are_complete=True)
@@ -46,7 +46,7 @@ def test_who_hears_of_somebody_nearer_looks_up_again() -> None:
     assert not replicas.recall("key", NOW)
 
 
-def test_as_long_as_there_are_too_few_holders_everybody_is_one() -> None:
+def test_any_new_peer_is_a_holder_while_there_are_too_few() -> None:
     peers = nearest_first(60)
     replicas, table, own_id = far_node(peers)
     replicas.remember("key", [peers[0].peer_id, own_id], NOW, are_complete=True)

@@ -19,7 +19,7 @@ def contact(number: int, *addresses: str) -> Contact:
     return Contact(identity_of(number).peer_id, list(addresses) or [f"/ip4/203.0.113.7/tcp/{number + 1}"])
 
 
-def test_those_heard_of_last_come_first_and_push_out_the_oldest() -> None:
+def test_peers_heard_of_last_come_first_and_push_out_the_oldest() -> None:
     known = KnownPeers()
     known.heard_of([contact(number) for number in range(3)], NOW)
     known.heard_of([contact(2, "/ip4/203.0.113.8/tcp/1"), contact(3)], NOW + 1)
@@ -29,7 +29,7 @@ def test_those_heard_of_last_come_first_and_push_out_the_oldest() -> None:
     assert known.latest_first()[-1].peer_id == contact(2).peer_id
 
 
-def test_what_was_written_is_read() -> None:
+def test_known_peers_are_read_as_they_were_written() -> None:
     known = KnownPeers()
     known.heard_of([contact(1), contact(2, "/dns4/peer.example/tcp/5", "/ip6/2001:db8::1/tcp/5")], NOW)
     assert KnownPeers.from_json(known.to_json(), NOW + 5).latest_first() == known.latest_first()
@@ -77,7 +77,7 @@ def test_only_addresses_that_could_be_dialled_are_taken() -> None:
         (b'{"version": 1, "peers": [{"peer_id": "x", "addresses": [], "seen_at": "today"}]}', "cannot be read"),
     ],
 )
-def test_anything_else_is_refused_as_a_whole(raw: bytes, message: str) -> None:
+def test_a_malformed_file_of_known_peers_is_refused_as_a_whole(raw: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KnownPeers.from_json(raw, NOW)
 

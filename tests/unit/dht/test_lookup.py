@@ -52,7 +52,7 @@ def run(lookup: Lookup, tables: dict[PeerId, RoutingTable], dead: set[PeerId], a
     target=st.integers(0, 2**256 - 1),
     seed=st.integers(),
 )
-def test_it_finds_exactly_the_nearest_peer_of_the_whole_network(
+def test_a_lookup_finds_the_nearest_peer_of_the_whole_network(
     num_peers: int, k: int, alpha: int, target: int, seed: int
 ) -> None:
     """Whoever is nearer to the target than the nearest that answered lies in one bucket of that one."""
@@ -61,7 +61,7 @@ def test_it_finds_exactly_the_nearest_peer_of_the_whole_network(
     assert len(found) == len(nearest)
 
 
-def test_it_finds_nearly_always_all_of_the_nearest_peers() -> None:
+def test_a_lookup_nearly_always_finds_all_of_the_nearest_peers() -> None:
     """A farther one of them may be in no full bucket of the others."""
     rng = random.Random(1)
     outcomes = [look_up(rng.randrange(30, 60), 5, 3, rng.getrandbits(256), seed) for seed in range(200)]
@@ -81,7 +81,7 @@ def look_up(num_peers: int, k: int, alpha: int, target: int, seed: int) -> tuple
 
 
 @given(num_peers=st.integers(12, 60), target=st.integers(0, 2**256 - 1), seed=st.integers(), may_know_all=st.booleans())
-def test_that_some_name_nobody_as_they_know_the_same_changes_nothing(
+def test_a_lookup_finds_the_same_where_peers_answer_that_they_know_the_same(
     num_peers: int, target: int, seed: int, may_know_all: bool
 ) -> None:
     rng = random.Random(seed)
@@ -122,7 +122,7 @@ def test_peers_that_died_do_not_hide_the_nearest_living_ones() -> None:
         assert not {someone.peer_id for someone in lookup.nearest()} & dead
 
 
-def test_it_asks_far_fewer_than_all() -> None:
+def test_a_lookup_asks_far_fewer_than_all_peers() -> None:
     rng = random.Random(5)
     tables = network(200, 5, rng)
     seeds = tables[contact(0).peer_id].nearest(0, 5)
@@ -146,7 +146,7 @@ def test_nearer_peers_are_asked_before_farther_ones_and_nobody_twice() -> None:
     assert lookup.nearest() == [nearest[0], nearest[2], nearest[3]]
 
 
-def test_it_ends_without_waiting_for_peers_that_nearer_ones_replaced() -> None:
+def test_a_lookup_ends_without_waiting_for_peers_that_nearer_ones_replaced() -> None:
     near, middle, far = by_distance([contact(number) for number in range(3)], 0)
     lookup = Lookup(0, [middle, far], own_id=PeerId("me"), k=2, alpha=2)
     assert lookup.take_next() == [middle, far]
@@ -163,7 +163,7 @@ def test_the_peer_itself_is_not_asked_and_without_seeds_nothing_is_to_do() -> No
     assert lookup.take_next() == []
 
 
-def test_of_a_long_answer_only_the_nearest_count() -> None:
+def test_only_the_nearest_peers_of_a_long_answer_are_asked() -> None:
     liar, *invented = (contact(number) for number in range(50))
     lookup = Lookup(0, [liar], own_id=PeerId("me"), k=2, alpha=1)
     lookup.take_next()
@@ -178,7 +178,7 @@ def test_of_a_long_answer_only_the_nearest_count() -> None:
 
 @settings(max_examples=15)
 @given(num=st.integers(1, 5), target=st.integers(0, 2**256 - 1), seed=st.integers(0, 2**32))
-def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target: int, seed: int) -> None:
+def test_a_lookup_of_few_peers_finds_exactly_the_nearest_and_asks_fewer(num: int, target: int, seed: int) -> None:
     rng = random.Random(seed)
     tables = network(60, 8, rng)
     others = [contact(number) for number in range(1, 60)]
@@ -191,7 +191,7 @@ def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target:
     assert num_asked[0] < num_asked[1]
 
 
-def test_others_are_asked_in_place_of_a_slow_one_and_it_is_not_waited_for() -> None:
+def test_other_peers_are_asked_in_place_of_a_slow_one_which_is_not_waited_for() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
     assert lookup.take_next() == peers[:3]
@@ -205,7 +205,7 @@ def test_others_are_asked_in_place_of_a_slow_one_and_it_is_not_waited_for() -> N
     assert lookup.nearest() == peers[1:4]
 
 
-def test_a_slow_one_that_answers_counts_again() -> None:
+def test_a_slow_peer_that_answers_counts_again() -> None:
     peers = by_distance([contact(number) for number in range(5)], 0)
     lookup = Lookup(0, peers[1:], own_id=PeerId("me"), k=6, alpha=3, num=3)
     lookup.take_next()
@@ -219,7 +219,7 @@ def test_a_slow_one_that_answers_counts_again() -> None:
     assert lookup.nearest() == peers[:3]
 
 
-def test_if_most_are_slow_they_are_waited_for() -> None:
+def test_slow_peers_are_waited_for_if_most_are_slow() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
     lookup.take_next()
@@ -232,7 +232,7 @@ def test_if_most_are_slow_they_are_waited_for() -> None:
     assert not lookup.is_finished, "the fourth is now among them"
 
 
-def test_where_few_are_known_a_slow_one_is_waited_for() -> None:
+def test_a_slow_peer_is_waited_for_where_few_are_known() -> None:
     """Another one could not take its place."""
     peers = by_distance([contact(number) for number in range(2)], 0)
     for known in (peers, peers[:1]):
@@ -247,7 +247,7 @@ def test_where_few_are_known_a_slow_one_is_waited_for() -> None:
         assert lookup.nearest() == known
 
 
-def test_nearer_ones_that_never_answer_do_not_hide_those_that_did() -> None:
+def test_nearer_peers_that_never_answer_do_not_hide_those_that_did() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers[3:], own_id=PeerId("me"), k=6, alpha=3, num=3)
     lookup.take_next()
@@ -260,7 +260,7 @@ def test_nearer_ones_that_never_answer_do_not_hide_those_that_did() -> None:
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 6))
-def test_whatever_is_slow_and_whatever_fails_it_ends_with_the_nearest_that_answered(seed: int, num: int) -> None:
+def test_a_lookup_ends_with_the_nearest_that_answered_whichever_are_slow_or_fail(seed: int, num: int) -> None:
     rng = random.Random(seed)
     tables = network(40, 6, rng)
     lookup = Lookup(0, tables[contact(0).peer_id].nearest(0, 6), own_id=contact(0).peer_id, k=6, alpha=3, num=num)

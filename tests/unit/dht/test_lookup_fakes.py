@@ -32,7 +32,7 @@ def begun(
 
 @pytest.mark.parametrize("num_liars", [1, 2, 3])
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_who_named_so_many_bad_ones_is_followed_no_further(is_slow: bool, num_liars: int) -> None:
+def test_a_peer_that_named_too_many_bad_peers_is_followed_no_further(is_slow: bool, num_liars: int) -> None:
     lookup, named, seeds = begun(5, num_liars=num_liars)
     for one in named[:NUM_BAD]:
         assert not lookup.is_finished
@@ -41,21 +41,21 @@ def test_who_named_so_many_bad_ones_is_followed_no_further(is_slow: bool, num_li
     assert lookup.nearest() == seeds[:NUM]
 
 
-def test_it_is_followed_where_too_few_others_are_known() -> None:
+def test_a_peer_that_named_bad_peers_is_followed_where_too_few_others_are_known() -> None:
     lookup, named, _ = begun(NUM - 1)
     for one in named[:NUM_BAD]:
         lookup.failed(one.peer_id)
     assert lookup.take_next() == named[NUM_BAD : 2 * NUM_BAD]
 
 
-def test_whom_another_one_names_as_well_is_asked() -> None:
+def test_a_peer_that_others_name_as_well_is_asked() -> None:
     lookup, named, _ = begun(5, named_twice=10)
     for one in named[:NUM_BAD]:
         lookup.failed(one.peer_id)
     assert lookup.take_next() == [named[10]]
 
 
-def test_it_is_followed_again_when_those_who_were_slow_answer() -> None:
+def test_a_peer_is_followed_again_when_the_slow_peers_that_it_named_answer() -> None:
     lookup, named, _ = begun(5)
     for one in named[:NUM_BAD]:
         lookup.slow(one.peer_id)
@@ -66,7 +66,7 @@ def test_it_is_followed_again_when_those_who_were_slow_answer() -> None:
     assert lookup.take_next() == [named[NUM_BAD]]
 
 
-def test_real_peers_that_liars_name_among_fakes_do_not_make_up_for_these() -> None:
+def test_real_peers_named_among_fakes_do_not_make_up_for_the_fakes() -> None:
     contacts = sorted(map(contact, range(40)), key=lambda one: distance(node_id(one.peer_id), TARGET))
     real, fakes, seeds = contacts[:4], contacts[4:20], contacts[20:30]
     lookup = Lookup(TARGET, seeds, own_id=PeerId("own"), k=20, alpha=NUM_BAD, num=5)

@@ -69,6 +69,6 @@ def test_no_changed_byte_of_a_signed_record_changes_what_it_says(place: int, cha
         StoreResponse([StoreOutcome(True, "x" * 65)]),
     ],
 )
-def test_what_is_out_of_bounds_is_not_even_decoded(message: msgspec.Struct) -> None:
+def test_messages_out_of_bounds_are_not_even_decoded(message: msgspec.Struct) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))

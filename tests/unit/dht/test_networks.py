@@ -30,12 +30,12 @@ NUM = 5
         ("run.example.org", "run.example.org"),
     ],
 )
-def test_the_network_of_a_host(host: str, network: str) -> None:
+def test_the_network_of_a_host_is_its_prefix_or_its_name(host: str, network: str) -> None:
     assert network_of(host) == network
 
 
 @given(networks=st.lists(st.sampled_from("abcde"), max_size=30), num=st.integers(1, 8))
-def test_few_of_one_network_as_long_as_there_are_others(networks: list[str], num: int) -> None:
+def test_at_most_two_peers_of_a_network_are_chosen_while_there_are_others(networks: list[str], num: int) -> None:
     """Compared with the rule said another way: the first two of each network come before all others."""
     chosen = spread(range(len(networks)), num, networks.__getitem__)
     rank_in_network = [networks[:place].count(network) for place, network in enumerate(networks)]

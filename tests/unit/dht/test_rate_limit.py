@@ -14,7 +14,7 @@ def num_allowed(limit: RateLimit, peer_id: PeerId, host: str, num: int, now: flo
     return sum(limit.broken_by(peer_id, host, now) is None for _ in range(num))
 
 
-def test_so_many_at_once_and_then_so_many_a_second() -> None:
+def test_a_rate_limit_allows_a_burst_and_then_its_rate() -> None:
     limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=8))
     assert num_allowed(limit, ALICE, "", 100, 1000.0) == 8 * BURST_S
     assert num_allowed(limit, ALICE, "", 100, 1000.0625) == 0
@@ -31,7 +31,7 @@ def test_a_machine_with_many_keys_has_one_limit() -> None:
     assert limit.broken_by(PeerId("another"), "10.0.0.2", 0.0) is None
 
 
-def test_a_limit_below_one_in_five_seconds_is_one() -> None:
+def test_a_rate_below_one_in_five_seconds_still_allows_a_burst_of_one() -> None:
     limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=0.1))
     assert num_allowed(limit, ALICE, "", 10, 0.0) == 1
     assert num_allowed(limit, ALICE, "", 10, 9.0) == 0
@@ -50,7 +50,7 @@ def test_forged_records_count_as_many_requests_and_are_forgotten_in_the_end() ->
     assert num_allowed(limit, ALICE, "", 1, 81.0) == 1
 
 
-def test_those_who_are_quiet_are_forgotten() -> None:
+def test_quiet_senders_are_forgotten() -> None:
     limit = RateLimit(DhtConfig())
     for number in range(1000):
         limit.broken_by(PeerId(f"peer-{number}"), f"host-{number}", float(number))
@@ -58,7 +58,7 @@ def test_those_who_are_quiet_are_forgotten() -> None:
     assert len(limit._of_host._paid_until) <= MIN_SENDERS
 
 
-def test_a_network_has_so_many_checks_of_the_records_of_a_key() -> None:
+def test_a_network_gets_a_limited_number_of_checks_of_the_records_of_a_key() -> None:
     limit, at_once = RateLimit(DhtConfig()), int(MAX_CHECKS_PER_S * BURST_S)
     assert limit.may_check("10.0.0.0/24", "key", at_once, 0.0)
     assert not limit.may_check("10.0.0.0/24", "key", 1, 0.0)

@@ -24,7 +24,7 @@ ONE, OTHER = PeerId("one"), PeerId("other")
         max_size=12,
     )
 )
-def test_it_takes_what_a_storage_would_take(shown: list[tuple[int, str, int, float]]) -> None:
+def test_a_read_result_accepts_the_records_that_a_storage_would(shown: list[tuple[int, str, int, float]]) -> None:
     findings, storage = ReadResult("key", CONFIG), Storage(CONFIG)
     for value, subkey, sequence, age_s in shown:
         if subkey == "alice":
@@ -42,7 +42,7 @@ def test_it_takes_what_a_storage_would_take(shown: list[tuple[int, str, int, flo
         assert stored.owner == held[subkey].record.owner
 
 
-def test_what_was_not_asked_for_or_is_forged_is_refused() -> None:
+def test_records_that_were_not_asked_for_or_are_forged_are_refused() -> None:
     findings = ReadResult("key", CONFIG)
     forged = msgspec.structs.replace(owned_record(), signature=b"forged")
     for record, reason in ((open_record(key="another"), Reason.MALFORMED), (forged, Reason.BAD_SIGNATURE)):
@@ -61,7 +61,7 @@ def test_a_key_has_only_so_much_room() -> None:
     assert large.add(open_record(b"x" * 1000), NOW + 1) is Reason.KEY_FULL
 
 
-def test_values_expire() -> None:
+def test_values_of_a_read_result_expire() -> None:
     findings = ReadResult("key", CONFIG)
     findings.add(open_record(), NOW + 1)
     assert findings.values(NOW + 0.5)[""].remaining_s == 0.5

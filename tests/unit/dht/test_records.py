@@ -70,7 +70,7 @@ def test_values_are_nested_32_deep_at_most() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2, print}, 2**70, "\ud800"])
-def test_what_msgpack_cannot_hold_is_the_callers_error(value: Any) -> None:
+def test_storing_a_value_that_msgpack_cannot_hold_is_a_config_error(value: Any) -> None:
     with pytest.raises(ConfigError, match="cannot store a"):
         encode_value(value)
 
@@ -131,7 +131,7 @@ def test_a_lifetime_is_above_0_and_at_most_a_day(ttl_s: float) -> None:
 
 
 @pytest.mark.parametrize("issued_at", [math.inf, math.nan])
-def test_a_time_is_finite(issued_at: float) -> None:
+def test_a_record_with_a_time_that_is_not_finite_is_malformed(issued_at: float) -> None:
     assert fault_of(owned_record(issued_at=issued_at), CONFIG) is Reason.MALFORMED
 
 

@@ -119,7 +119,7 @@ def test_a_small_swarm_may_all_be_in_the_table_and_a_large_one_not() -> None:
         assert table.may_hold_all() is may_hold_all, num_peers
 
 
-def test_who_knows_its_neighbours_only_is_not_taken_for_somebody_who_knows_all() -> None:
+def test_a_table_of_neighbours_only_may_not_hold_the_whole_swarm() -> None:
     """As somebody who has just come to a large swarm: no bucket is full yet."""
     table = RoutingTable(OWN_ID, k=20, max_failures=2)
     neighbours = sorted((contact(number) for number in range(1000)), key=lambda c: distance(node_id(c.peer_id), OWN))
@@ -128,7 +128,7 @@ def test_who_knows_its_neighbours_only_is_not_taken_for_somebody_who_knows_all()
     assert not table.may_hold_all()
 
 
-def test_who_is_heard_again_moves_to_the_end_unless_something_was_wrong_with_it() -> None:
+def test_a_contact_that_is_heard_again_becomes_the_most_recent_unless_it_has_failed() -> None:
     first, second = same_bucket(2)
     table = RoutingTable(OWN_ID, k=2, max_failures=2)
     table.seen(first, 1.0)
@@ -155,7 +155,7 @@ def test_the_node_itself_is_never_in_its_table() -> None:
     assert len(table) == 0
 
 
-def test_it_tells_whether_somebody_came_or_went() -> None:
+def test_the_table_counts_its_changes() -> None:
     table = RoutingTable(PeerId("own"), 3, max_failures=1)
     someone = contact(1)
     for act, num_changes in (
@@ -170,7 +170,7 @@ def test_it_tells_whether_somebody_came_or_went() -> None:
         assert len(table) == len(table.nearest(0, 5)) == len(table.contacts())
 
 
-def test_who_fell_silent_is_not_counted_as_nearer_until_it_is_heard_of_again() -> None:
+def test_a_contact_that_fell_silent_is_no_holder_until_it_is_heard_of_again() -> None:
     table = RoutingTable(OWN_ID, 20, max_failures=2)
     for number in range(5):
         table.seen(contact(number))
@@ -192,7 +192,7 @@ def test_who_fell_silent_is_not_counted_as_nearer_until_it_is_heard_of_again() -
     assert not table.is_sound(contact(2).peer_id)
 
 
-def test_who_failed_is_named_to_nobody_until_it_is_seen_again() -> None:
+def test_a_contact_that_failed_is_named_to_nobody_until_it_is_seen_again() -> None:
     table = RoutingTable(OWN_ID, k=3, max_failures=3)
     table.seen(contact(1))
     table.failed(contact(1).peer_id)
@@ -212,7 +212,7 @@ def test_a_newcomer_takes_the_place_of_a_contact_that_failed() -> None:
     assert table.contacts() == [first, newcomer]
 
 
-def test_it_tells_since_when_nothing_was_wrong_with_a_peer() -> None:
+def test_the_table_tells_since_when_nothing_was_wrong_with_a_peer() -> None:
     table = RoutingTable(OWN_ID, k=1, max_failures=2)
     first, waiting = same_bucket(2)
     table.seen(first, 10.0)

@@ -82,7 +82,7 @@ class TestMessages:
             {"target": b"\0" * 32, "key": 3},
         ],
     )
-    def test_what_breaks_the_schema_is_not_decoded(self, hostile: dict[str, object]) -> None:
+    def test_requests_that_break_the_schema_are_not_decoded(self, hostile: dict[str, object]) -> None:
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(hostile), type=FindRequest)
 
@@ -111,7 +111,7 @@ class TestHandover:
         handover.given(PeerId("new"), ["near"])
         assert handover.plan(replicas, replicas.__getitem__) == {}
 
-    def test_who_was_lost_or_went_out_of_reach_is_given_it_again(self) -> None:
+    def test_a_peer_that_was_lost_or_was_no_replica_for_a_while_is_given_the_key_again(self) -> None:
         handover = ReplicationPlanner()
         handover.plan(["key"], lambda _: [PeerId("a"), PeerId("b")])
         handover.given(PeerId("a"), ["key"])
@@ -198,5 +198,5 @@ class TestIssuer:
             Issuer(ALICE, DhtConfig(), lambda: WALL_NOW).issue(key, subkey, value, ttl_s)
 
 
-def test_reasons_that_mean_stored() -> None:
+def test_accepted_and_unchanged_are_the_reasons_that_mean_stored() -> None:
     assert {reason for reason in Reason if reason.is_stored} == {Reason.ACCEPTED, Reason.UNCHANGED}

@@ -106,7 +106,7 @@ def test_an_expired_record_no_longer_stands_in_the_way() -> None:
     assert storage.put(open_record(sequence=1), NOW + 60, NOW + 1) is Reason.ACCEPTED
 
 
-def test_what_is_handed_on_has_aged_meanwhile() -> None:
+def test_records_that_are_handed_on_have_aged_by_the_time_held() -> None:
     storage = Storage(DhtConfig())
     storage.offer(AgedRecord(owned_record(ttl_s=60.0), 10.0), NOW, WALL_NOW)
     held = storage.held("key", ALICE.peer_id, NOW + 7)
@@ -161,7 +161,7 @@ def test_a_tombstone_is_held_like_any_record() -> None:
         ),
     ],
 )
-def test_what_breaks_a_bound_is_refused_until_there_is_room(
+def test_records_beyond_a_bound_are_refused_until_there_is_room(
     bound: DhtConfig, records: list[Record], refusal: Reason
 ) -> None:
     storage = Storage(bound)

@@ -110,7 +110,7 @@ def test_an_error_is_explained_in_the_documentation(finding: Finding) -> None:
         (findings.dialled_back([], are_announced=False, port_was_chosen=True), "did not report"),
     ],
 )
-def test_what_was_not_done_is_no_failure(finding: Finding, detail: str) -> None:
+def test_checks_that_were_not_made_are_no_failures(finding: Finding, detail: str) -> None:
     assert finding.ok is None
     assert detail in finding.detail
 
@@ -135,7 +135,7 @@ def test_one_address_that_works_is_enough_unless_it_was_announced() -> None:
     assert f"at {PLACE_6}, but not at all addresses ({PLACE}: not tried: private)" in finding.detail
 
 
-def test_whatever_another_peer_wrote_is_printable() -> None:
+def test_text_of_other_peers_is_made_printable_in_findings() -> None:
     evil = "\x1b[2J\nok"
     assert findings.answers(ExamineResponse(0.0, "", 3, evil)).detail.isprintable()
     finding = findings.dialled_back([(PLACE, DialOutcome(evil, evil, evil))], are_announced=True, port_was_chosen=True)

@@ -18,7 +18,7 @@ def steps(address: str) -> list[Check]:
     return [check(kind, True, address) for kind in ("dns", "tcp", "tls", "identity", "protocol", "dht")]
 
 
-def test_all_is_well_when_one_can_join_and_nothing_failed() -> None:
+def test_a_report_without_failures_says_that_all_is_well() -> None:
     report = report_of([*steps(A), check("peers", True, None)], "me", 0.5)
     assert report.ok
     assert report.can_join
@@ -59,7 +59,7 @@ def test_without_any_initial_peer_all_is_not_well_though_nothing_failed() -> Non
     assert verdict(report) == "A peer with these options cannot join: no initial peer can be used."
 
 
-def test_the_page() -> None:
+def test_lines_of_a_report_are_grouped_by_address_and_end_with_the_verdict() -> None:
     checks = [
         check("peers", None, None, "not tried"),
         check("clock", True, B),

@@ -279,7 +279,7 @@ def test_old_steps_become_final_and_stay_in_the_totals(monkeypatch: pytest.Monke
     assert credit.total_of(PeerId("b")) == Total(24, 12)
 
 
-def test_what_others_tell_only_fills_gaps() -> None:
+def test_steps_told_by_other_monitors_only_fill_gaps() -> None:
     peers, credit = Peers("ab"), Credit()
     peers.commit({"a": 1, "b": 2})
     for _ in range(NUM_STEPS):

@@ -49,7 +49,7 @@ def history_in_locked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     return history, locking
 
 
-def test_all_survives_a_restart(tmp_path: Path) -> None:
+def test_points_credit_peers_and_events_survive_a_restart(tmp_path: Path) -> None:
     history = open_history("run", tmp_path / "state")
     history.add_points([point(1, 3.5), point(2)])
     history.add_points([point(2, 3.25)])
@@ -68,7 +68,7 @@ def test_all_survives_a_restart(tmp_path: Path) -> None:
     history.close()
 
 
-def test_what_is_not_written_yet_is_read_too(tmp_path: Path) -> None:
+def test_points_that_are_not_written_yet_are_read_too(tmp_path: Path) -> None:
     history = open_history("run", tmp_path)
     history.add_points([point(1)])
     history.flush()
@@ -138,7 +138,7 @@ def test_final_steps_are_added_up_once(tmp_path: Path) -> None:
     history.close()
 
 
-def test_what_another_monitor_tells_does_not_replace_what_was_seen(tmp_path: Path) -> None:
+def test_points_of_another_monitor_do_not_replace_those_that_were_seen(tmp_path: Path) -> None:
     history = open_history("run", tmp_path)
     history.add_points([point(2, 2.0)])
     history.add_missing_points([point(1, 9.0), point(2, 9.0)])
@@ -146,7 +146,7 @@ def test_what_another_monitor_tells_does_not_replace_what_was_seen(tmp_path: Pat
     history.close()
 
 
-def test_what_another_monitor_tells_is_lost_while_the_file_cannot_be_written(
+def test_points_of_another_monitor_are_dropped_while_the_file_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history, locking = history_in_locked_file(tmp_path, monkeypatch)

@@ -89,7 +89,7 @@ def test_a_repository_is_named_or_its_page(given: str, repo: str, monkeypatch: p
     assert checked_repo(given) == repo
 
 
-def test_what_cannot_work_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_repository_that_cannot_be_used_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match="run: hf auth login"):
         checked_repo("somebody/my-albert")

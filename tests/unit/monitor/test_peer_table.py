@@ -141,7 +141,7 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
     assert (rows["x"].reach, rows["x"].rounds_missed) == ("auxiliary", 0)
 
 
-def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_who_has_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_peers_with_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "MAX_GONE", 20)
     monkeypatch.setattr(table_module, "MAX_KNOWN", 30)
     story, peers, forgotten = Story(), Peers("ab"), list[bytes]()

@@ -170,7 +170,9 @@ def test_an_svg_names_the_files_and_is_the_same_each_time(tmp_path: Path) -> Non
         assert f"<!-- {text} -->" in drawn[0]
 
 
-def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_options_that_cannot_be_plotted_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = monitor_file(tmp_path / "good")
     (tmp_path / "empty").touch()
     (tmp_path / "log").write_text("Nov 23 03:58:06.392 [INFO] Found no active peers\n")

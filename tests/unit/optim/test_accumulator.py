@@ -106,7 +106,7 @@ def test_gradients_of_any_kind_give_the_same_mean(scale: float, has_unused: bool
         torch.testing.assert_close(averaged, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_what_was_handed_out_is_not_written_to() -> None:
+def test_a_contribution_that_was_handed_out_is_not_written_to() -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
@@ -171,7 +171,7 @@ def test_gradients_are_put_back_also_after_an_error() -> None:
     assert parameters[1].grad is None
 
 
-def test_what_is_dropped_is_forgotten() -> None:
+def test_dropped_gradients_do_not_count() -> None:
     (parameter,) = parameters = parameters_of((2,))
     accumulator = GradientAccumulator(parameters, ExtraTensors())
     parameter.grad = torch.ones(2)
@@ -202,7 +202,7 @@ def test_sparse_gradients_are_added_beside_plain_ones_and_missing_ones() -> None
     assert averaged[2] is None
 
 
-def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
+def test_the_accumulator_knows_its_oldest_step_and_whether_samples_were_sent_before() -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
@@ -218,7 +218,7 @@ def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
     assert age_of(accumulator) == (1, 7, False)
 
 
-def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:
+def test_a_contribution_that_is_taken_back_is_added_to_later_batches() -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
@@ -234,7 +234,7 @@ def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("is_made", [True, False])
-def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) -> None:
+def test_two_vectors_are_enough_for_a_peer_that_computes_during_a_step(is_made: bool) -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter], ExtraTensors())
     vectors = set()
@@ -249,7 +249,7 @@ def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) ->
     assert len(vectors) <= 2
 
 
-def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
+def test_one_vector_is_enough_for_a_peer_that_does_not_compute_during_a_step() -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)

@@ -20,7 +20,7 @@ def of(dht: Any, name: str) -> Beginning:
     return Beginning(dht, PeerId(name), "run")
 
 
-async def test_the_first_one_begins_and_the_next_one_does_not_until_it_has_left() -> None:
+async def test_the_first_peer_begins_the_run_and_the_next_one_only_after_it_has_left() -> None:
     dht: Any = FakeDht()
     first, second = of(dht, "z"), of(dht, "a")
     assert await first.announce()
@@ -48,7 +48,7 @@ async def test_of_two_that_announce_it_at_once_the_lowest_peer_id_begins(name: s
     await beginning.close()
 
 
-async def test_what_strangers_write_in_the_name_of_others_does_not_count() -> None:
+async def test_records_that_strangers_write_in_the_name_of_others_do_not_count() -> None:
     dht: Any = FakeDht()
     dht.put(KEY, "a", True, sequence=1, owner="")
     assert await peers_beginning(dht, "run") == []

@@ -71,7 +71,7 @@ def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), met: tuple[Pe
     return belief
 
 
-def test_whoever_was_in_rounds_but_is_no_member_does_not_decide() -> None:
+def test_peers_that_were_in_rounds_but_are_no_members_do_not_decide() -> None:
     """Four identities that have joined a round each say that the run is elsewhere."""
     eves = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
     others = {ANN: at(LONG), BOB: at(LONG), **eves}
@@ -128,7 +128,7 @@ def test_one_that_is_ahead_alone_is_not_believed() -> None:
     assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).unbelieved == {EVE}
 
 
-def test_most_of_those_whom_it_has_met_are_followed() -> None:
+def test_a_peer_follows_the_majority_of_the_peers_that_it_has_met() -> None:
     belief = member_of(ANN, BOB)
     assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).unbelieved == frozenset()
     assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).unbelieved == {EVE}
@@ -138,11 +138,11 @@ def test_most_of_those_whom_it_has_met_are_followed() -> None:
     assert belief.judge(at(10), {ANN: at(11), BOB: at(10)}).unbelieved == {ANN}, "the other record is perhaps late"
 
 
-def test_those_who_have_gone_do_not_vote() -> None:
+def test_peers_that_have_gone_do_not_vote() -> None:
     assert member_of(ANN, BOB).judge(at(10), {ANN: at(12)}).unbelieved == frozenset()
 
 
-def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
+def test_a_newcomer_follows_the_majority_of_peers_that_have_made_steps() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
     assert believed_by_a_newcomer(records, frozenset(), poll_of_claims).keys() == {ANN, BOB, DAVE}
     assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).unbelieved == frozenset(), (
@@ -150,7 +150,7 @@ def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     )
 
 
-def test_one_that_watches_believes_what_more_than_half_hold() -> None:
+def test_an_onlooker_believes_the_position_that_more_than_half_hold() -> None:
     liar, ten, eleven = at(10**6, b"eve"), at(10).position, at(11).position
     assert held_by_most({ANN: at(10), EVE: liar}) == ten
     assert held_by_most({ANN: at(10), BOB: at(10), CAROL: at(0), EVE: liar}) == ten
@@ -195,7 +195,7 @@ def test_a_peer_that_was_reached_votes_for_its_network() -> None:
     assert vote_from("127.0.0.1", EVE) == vote_from("::1", EVE) == EVE, "on this machine each is one"
 
 
-def test_what_peers_claim_names_no_vote() -> None:
+def test_the_address_that_a_peer_claims_gives_it_no_vote_in_that_network() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
     records = HONEST | sybils | {CAROL: at(60, b"eve", "192.168.0.1")}
     voters, undialled = sampled(
@@ -235,7 +235,7 @@ def test_connected_clients_vote_where_no_peer_with_an_address_was_reached() -> N
     assert sampled(records, hosts | {ANN: "45.2.1.1"}) == ({ANN: "45.2.1.0/24"}, [])
 
 
-def test_which_parameters_are_right_is_told_by_peers_that_were_met_or_one_of_each_network() -> None:
+def test_peers_that_were_met_or_one_of_each_network_judge_which_parameters_are_right() -> None:
     sybils = {PeerId(f"eve {number}"): at(10, host="46.1.1.1") for number in range(4)}
     records = HONEST | sybils
     assert member_of(ANN, BOB, CAROL).judges(at(10), records) == ({ANN: ANN, BOB: BOB}, 0)
@@ -256,7 +256,7 @@ def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     assert choice.leading(()).position == choice.best().position == at(10).position
 
 
-def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others() -> None:
+def test_a_poll_that_is_open_for_a_moment_does_not_keep_a_peer_from_the_majority() -> None:
     belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
     assert belief.other_majority(own, others, 100.0) is None
     belief.poll = lambda records: Poll({ANN: ANN}, num_open=1)
@@ -284,7 +284,7 @@ def test_a_smaller_part_that_is_ahead_goes_back_after_a_while() -> None:
     assert belief.other_majority(own, others, 102.0 + STALL_S) is None, "it begins anew"
 
 
-def test_those_who_lag_behind_are_not_elsewhere() -> None:
+def test_peers_that_lag_behind_are_no_other_majority() -> None:
     belief = member_of(ANN, BOB)
     assert belief.other_majority(at(10), {ANN: at(8), BOB: at(9)}, 1e9) is None
 
@@ -312,7 +312,7 @@ def test_a_newcomer_follows_the_peers_that_it_was_given_and_no_number_of_network
     assert believed_by_a_newcomer(HONEST | SYBILS, frozenset({ANN}), poll_of_claims).keys() == HONEST.keys()
 
 
-def test_where_the_peers_that_it_was_given_are_believes_no_newcomer_others_that_are_ahead() -> None:
+def test_a_newcomer_at_the_step_of_its_initial_peers_believes_no_others_that_are_ahead() -> None:
     newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB}))
     assert newcomer.judge(at(10), HONEST | SYBILS).unbelieved == SYBILS.keys()
 
@@ -341,7 +341,7 @@ def beginner(claim: Claim = Claim.JOINED) -> tuple[BranchChoice, PeerRecord]:
     return choice, own
 
 
-def test_one_that_refused_a_state_forgets_what_that_peer_claimed_and_nothing_else() -> None:
+def test_a_newcomer_that_refused_a_state_forgets_only_the_claim_of_that_peer() -> None:
     choice, own = beginner()
     choice.look(own, {ANN: at(50), BOB: at(50)}, 0.0)
     assert choice.seen_step == 50
@@ -372,7 +372,7 @@ def test_a_liar_with_a_bad_state_does_not_end_the_loop_of_the_peer_that_began_th
         assert choice.seen_step == 0, "it does not wait for the liar either"
 
 
-def test_a_peer_at_step_0_sees_how_far_the_others_go_on_also_when_it_trains() -> None:
+def test_a_training_peer_at_step_0_remembers_how_far_the_others_went() -> None:
     """It computes its first batch while they make 50 steps and are gone."""
     for claim, seen in ((Claim.JOINED, 50), (Claim.BEGAN, 0)):  # one that began the run goes on alone
         choice, own = beginner(claim)
@@ -383,7 +383,7 @@ def test_a_peer_at_step_0_sees_how_far_the_others_go_on_also_when_it_trains() ->
         assert choice.seen_step == seen
 
 
-def test_who_is_told_to_begin_the_run_waits_for_nobody_that_it_cannot_reach() -> None:
+def test_a_peer_told_to_begin_the_run_does_not_wait_for_peers_that_it_cannot_reach() -> None:
     """A stranger with a dead address would have it wait for ever."""
     for claim, seen in ((Claim.JOINED, 60), (Claim.TOLD, 0)):
         choice, own = beginner(claim)

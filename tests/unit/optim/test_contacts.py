@@ -34,7 +34,7 @@ async def is_dead(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> bool:
         (Unavailable("this peer was closed"), False),
     ],
 )
-async def test_a_peer_is_dead_if_no_dial_leaves_a_doubt(
+async def test_a_peer_is_dead_if_its_dials_are_refused_and_not_if_they_time_out(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, *, proves_it: bool
 ) -> None:
     assert await is_dead(failure, monkeypatch) is proves_it

@@ -44,7 +44,7 @@ async def go_to(run: Run, drift: Drift, position: Position, own: bytes) -> None:
     await hear(run, RIGHT, position)
 
 
-async def test_how_far_apart_all_are() -> None:
+async def test_disagreement_is_the_distance_of_all_peers_from_their_mean() -> None:
     async with drifting() as (run, drift):
         assert drift.disagreement() is None
         drift.moved(HERE, Sketch(packed([1.0] * 16), 4.0), is_in_grid=True)
@@ -54,7 +54,7 @@ async def test_how_far_apart_all_are() -> None:
         assert drift.disagreement() == 0.5, "each is 1 from the mean, which is 2"
 
 
-async def test_how_far_apart_this_peer_and_the_majority_are() -> None:
+async def test_disagreement_outside_a_grid_is_over_this_peer_and_the_majority() -> None:
     dave = PeerId("dave")
     async with drifting() as (run, drift):
         await go_to(run, drift, HERE, RIGHT)
@@ -77,7 +77,7 @@ async def test_a_peer_that_is_far_off_reloads_the_state_once(caplog: pytest.LogC
         assert len(caplog.messages) == 1
 
 
-async def test_while_nobody_hands_it_out_it_is_tried_once_in_a_step(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reload_that_nobody_serves_is_tried_once_in_a_step(caplog: pytest.LogCaptureFixture) -> None:
     async with drifting() as (run, drift):
         for number in (4, 5, 6):
             await go_to(run, drift, step_of(number), WRONG)

@@ -41,7 +41,7 @@ def test_the_bound_is_wide_where_nothing_is_known_of_the_optimizer() -> None:
     assert bound_of([torch.bfloat16], Own) == HALF_BOUND
 
 
-def test_one_that_is_far_off_is_not_of_the_majority() -> None:
+def test_a_peer_that_is_far_off_is_not_of_the_majority() -> None:
     told = telling(1.0, 1.0, 1.5, 1.0 + BOUND / 2)
     assert majority_of(told, 4) == {PEERS[0], PEERS[1], PEERS[3]}
     assert distances(told, 4, BOUND, 0.0)[PEERS[2]] == pytest.approx(0.5, rel=0.01)
@@ -64,13 +64,13 @@ def test_a_peer_whose_sketch_makes_no_sense_has_published_nothing(strange: bytes
 @pytest.mark.parametrize("number", [0, 3], ids=["own", "another's"])
 @pytest.mark.parametrize("strange", [packed([math.nan] * 16), packed([1e300] * 16), packed([1.0] * 15 + [math.inf])])
 @pytest.mark.parametrize("own_size", [4.0, math.nan, math.inf])
-def test_what_is_not_finite_is_infinitely_far_off(strange: bytes, number: int, own_size: float) -> None:
+def test_sketches_that_are_not_finite_are_infinitely_far_off(strange: bytes, number: int, own_size: float) -> None:
     told = telling(1.0, 1.0, 1.0, 1.0) | {PEERS[number]: strange}
     assert distances(told, 4, BOUND, own_size)[PEERS[number]] == math.inf
     assert majority_of(told, 4, own_size) == {*PEERS[:4]} - {PEERS[number]}
 
 
-def test_what_is_not_finite_is_never_a_majority() -> None:
+def test_sketches_that_are_not_finite_are_never_the_majority() -> None:
     strange = dict.fromkeys(PEERS[1:4], packed([math.nan] * 16))
     assert distances(telling(1.0) | strange, 4, BOUND, 0.0) == {}
     assert distances(strange, 4, BOUND, 0.0) == {}
@@ -92,7 +92,7 @@ def test_a_peer_whose_own_parameters_are_gone_sees_those_of_the_others() -> None
         assert majority_of(telling(own, 1.0, 1.0 + BOUND / 2, 1.0), 4, size) == {*PEERS[1:4]}
 
 
-def test_parameters_that_are_all_zero() -> None:
+def test_peers_whose_parameters_are_all_zero_may_be_the_majority() -> None:
     assert majority_of(telling(0.0, 0.0, 1.0), 3) == {PEERS[0], PEERS[1]}
 
 

@@ -10,7 +10,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import MAX_INTEGER, ExtraTensors, extra_tensors_of
 
 
-def test_what_was_averaged_reaches_the_tensors_when_it_is_shown() -> None:
+def test_averaged_values_reach_the_tensors_when_they_are_copied_to_the_model() -> None:
     floats, counts, flags = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(5), torch.tensor([True, False])
     extra = extra_tensors_of([("counts", counts), ("floats", floats)], {"flags": flags})
     assert extra.shapes == [(2,), (3,)], "floats, then integers"
@@ -23,21 +23,21 @@ def test_what_was_averaged_reaches_the_tensors_when_it_is_shown() -> None:
     assert extra.names == ["counts", "floats", "flags"]
 
 
-def test_what_an_integer_cannot_hold_becomes_the_nearest_that_it_can() -> None:
+def test_averages_that_an_integer_type_cannot_hold_are_clamped() -> None:
     tensors = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in (torch.uint8, torch.int8, torch.int64)}
     extra = extra_tensors_of(None, tensors)
     extra.agree(torch.tensor([-1e30, 1e30] * 3))
     assert [agreed.tolist() for agreed in extra.agreed] == [[0, 255], [-128, 127], [-MAX_INTEGER, MAX_INTEGER]]
 
 
-def test_values_that_are_not_finite_stay_at_home() -> None:
+def test_tensor_values_that_are_not_finite_are_not_contributed() -> None:
     tensor = torch.tensor([1.0, 2.0, 3.0])
     extra = ExtraTensors([("statistics", tensor)])
     tensor.copy_(torch.tensor([float("nan"), 5.0, float("inf")]))
     assert extra.contribution().tolist() == [1.0, 5.0, 3.0]
 
 
-def test_what_was_agreed_on_does_not_follow_the_tensors() -> None:
+def test_agreed_values_do_not_follow_the_tensors() -> None:
     tensor = torch.zeros(2)
     extra = ExtraTensors([("statistics", tensor)])
     tensor.fill_(4.0)
@@ -58,7 +58,7 @@ def test_what_was_agreed_on_does_not_follow_the_tensors() -> None:
         ([("nowhere", torch.zeros(1, device="meta"))], "nowhere is torch.float32, torch.strided on meta"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_by_name(named: list[tuple[str, torch.Tensor]], words: str) -> None:
+def test_tensors_that_cannot_be_averaged_are_refused_by_name(named: list[tuple[str, torch.Tensor]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ExtraTensors(named)
 
@@ -77,7 +77,7 @@ def test_tensors_without_names_and_what_is_no_tensor_are_refused(buffers: Any, e
         extra_tensors_of(buffers, extra)
 
 
-def test_without_any_nothing_is_added() -> None:
+def test_a_model_without_extra_tensors_contributes_none() -> None:
     extra = ExtraTensors()
     assert extra.contribution().numel() == len(extra.shapes) == 0
     extra.agree(torch.empty(0))

@@ -97,7 +97,7 @@ async def test_a_peer_that_sends_what_was_not_committed_is_not_followed(monkeypa
     assert bob.shunned == [ANN]
 
 
-async def test_the_leader_alone_makes_no_result_and_is_passed_over_if_nobody_else_holds_it(
+async def test_a_result_is_not_fetched_from_its_leader_which_is_passed_over_if_nobody_else_holds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It could commit a digest of its own, and hand out the means for it."""

@@ -47,7 +47,7 @@ def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
     step.outcome = Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out)
 
 
-def test_what_the_group_left_out_is_still_there_after_the_step() -> None:
+def test_a_contribution_that_the_group_left_out_counts_in_the_next_step() -> None:
     """It counts in the next one."""
     parameter, step = new_step()
     commit(step, is_left_out=True)
@@ -85,7 +85,7 @@ def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_ou
         assert torch.equal(step.contribution.mean_N, OWN_N)
 
 
-def test_a_schedule_has_no_users_warning_shown_again() -> None:
+def test_moving_a_schedule_does_not_repeat_warnings_of_the_user() -> None:
     """Whoever changes the filters of warnings, if only for a moment, has Python forget which ones it has shown."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
     replica = Replica(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10))
@@ -118,7 +118,7 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_what_the_others_compare_is_told_unless_nobody_is_there() -> None:
+def test_a_step_publishes_a_sketch_unless_the_peer_is_alone() -> None:
     parameter, step = new_step()
     commit(step)
     step.advance()

@@ -84,7 +84,7 @@ async def test_a_newcomer_begins_no_grid_where_others_have_made_a_step() -> None
         assert assignment.begin_step()
 
 
-async def test_who_has_loaded_a_state_goes_by_those_whom_it_has_met() -> None:
+async def test_a_peer_that_has_loaded_a_state_takes_the_grid_of_peers_that_it_has_met() -> None:
     async with seats() as (run, assignment):
         run.tracker.move(NEXT, 20, [run.endpoint.peer_id, OTHERS[0]])
         later = Position(NEXT.step + 2, b"later")
@@ -106,7 +106,7 @@ async def test_up_to_the_size_of_a_group_nobody_has_a_seat() -> None:
         assert run.tracker.own.seat == NO_SEAT
 
 
-async def test_above_it_each_has_a_seat_and_expects_its_row_and_then_its_column() -> None:
+async def test_in_a_grid_a_peer_expects_its_row_and_then_its_column() -> None:
     async with seats() as (run, assignment):
         others = await all_sit(run, assignment)
         assignment.position()
@@ -127,7 +127,7 @@ async def test_above_it_each_has_a_seat_and_expects_its_row_and_then_its_column(
         assert other_mate != mate
 
 
-async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None:
+async def test_a_seat_stays_within_a_step_and_a_failed_step_begins_with_its_first_round() -> None:
     async with seats() as (run, assignment):
         others = await all_sit(run, assignment)
         assignment.begin_step()
@@ -143,7 +143,7 @@ async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None
         assert assignment.position().step == 6
 
 
-async def test_its_seat_moves_on_by_itself_and_is_said_again_before_nobody_can_reckon_it() -> None:
+async def test_a_seat_moves_on_by_itself_and_is_published_again_before_it_is_too_old() -> None:
     async with seats() as (run, assignment):
         await all_sit(run, assignment)
         said = run.tracker.own.seat
@@ -158,7 +158,7 @@ async def test_its_seat_moves_on_by_itself_and_is_said_again_before_nobody_can_r
         assert run.tracker.own.seat != said
 
 
-async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
+async def test_of_two_peers_in_one_cell_the_one_with_the_higher_id_takes_another() -> None:
     async with seats() as (run, assignment):
         await all_sit(run, assignment)
         mine = run.tracker.own.seat

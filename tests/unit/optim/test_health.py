@@ -19,7 +19,9 @@ from tests.simulation.test_twins import Machines
         (Health(step=3, clock_offset_s=-3600.0), "is 3600 s behind those of other peers"),
     ],
 )
-def test_what_turns_bad_is_said_once(health: Health, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_health_problem_is_logged_once_until_it_comes_back(
+    health: Health, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     log = HealthLog()
     log.tell(Health(step=3, publish_failures=2, alone_s=10.0, clock_offset_s=1.0))
@@ -43,7 +45,7 @@ def test_a_peer_that_the_others_have_left_on_purpose_is_not_warned(
     assert {record.levelname for record in caplog.records if "published" in record.message} == {"WARNING"}
 
 
-def test_a_wrong_clock_and_a_peer_that_is_alone_show(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_clock_is_warned_of_once_by_its_peer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "manyhands.optim.health")
     machines = Machines()
     machines.start("one", 0.0)

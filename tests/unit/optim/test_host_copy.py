@@ -34,7 +34,7 @@ def test_small_updates_add_up_on_the_host(dtype: torch.dtype) -> None:
     assert replica.position.step == 100
 
 
-def test_what_an_optimizer_knows_goes_to_the_host_with_it() -> None:
+def test_optimizer_statistics_move_to_the_host_copy() -> None:
     parameters = new_parameters(torch.bfloat16)
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     parameters[0].grad = torch.ones(3, dtype=torch.bfloat16)

@@ -60,7 +60,7 @@ def test_a_tensor_of_zeros_moves_by_the_learning_rate() -> None:
     assert torch.equal(parameter.detach()[:2], torch.tensor([-0.1, 0.1]))
 
 
-def test_it_trains_without_a_gradient_for_all_and_with_a_closure() -> None:
+def test_lamb_trains_with_a_closure_and_with_parameters_without_gradient() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = Lamb([used, unused], lr=0.1)
 

@@ -122,7 +122,7 @@ def test_values_that_cannot_be_used_are_refused_in_one_line(options: dict[str, A
 
 
 @pytest.mark.parametrize("given", [True, 25, LocalSteps])
-def test_what_was_not_made_by_local_steps_is_refused(given: Any) -> None:
+def test_a_local_steps_argument_of_another_type_is_refused(given: Any) -> None:
     options: dict[str, Any] = {"peer": None, "run_id": "run", "target_batch_size": 64, "local_steps": given}
     with pytest.raises(ConfigError, match=r"local_steps=.* must be made by manyhands\.LocalSteps; for example Local"):
         manyhands.Optimizer(sgd([torch.nn.Parameter(torch.zeros(1))]), **options)
@@ -255,7 +255,7 @@ def test_a_failed_round_changes_nothing_and_all_counts_in_the_next_attempt() -> 
     assert (again.samples, again.weight, again.mean_N[0].item()) == (8, 8.0, 0.75)
 
 
-def test_what_the_group_left_out_is_carried_as_a_stale_pseudo_gradient() -> None:
+def test_inner_steps_that_the_group_left_out_are_carried_as_a_stale_pseudo_gradient() -> None:
     trainer = Trainer()
     trainer.batch(1.0)
     trainer.make(trainer.begin(), mean=0.25, is_left_out=True)
@@ -267,7 +267,7 @@ def test_what_the_group_left_out_is_carried_as_a_stale_pseudo_gradient() -> None
     assert (later.samples, later.weight, later.mean_N[0].item()) == (8, 8.0, 0.625)
 
 
-def test_what_the_group_left_out_during_an_overlap_is_merged_half_way_and_counts_in_the_next_step() -> None:
+def test_inner_steps_left_out_during_an_overlap_are_merged_half_way_and_count_in_the_next_step() -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=2))
     trainer.batch(1.0)
     step = trainer.begin()
@@ -280,7 +280,7 @@ def test_what_the_group_left_out_during_an_overlap_is_merged_half_way_and_counts
     assert (later.samples, later.weight, later.mean_N[0].item()) == (8, 8.0, 0.25)
 
 
-def test_what_was_left_out_twice_is_dropped() -> None:
+def test_inner_steps_that_were_left_out_twice_are_dropped() -> None:
     trainer = Trainer()
     for _ in range(2):
         trainer.batch(1.0)

@@ -33,7 +33,9 @@ def is_told(model: nn.Module, caplog: pytest.LogCaptureFixture, *others: nn.Modu
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}], ids=["with weights", "without"])
-def test_it_is_said_once(options: dict[str, bool], caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norm_statistics_that_do_not_travel_are_told(
+    options: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
     assert is_told(with_batch_norm(**options), caplog)
 
 
@@ -43,7 +45,7 @@ def test_models_that_are_called_one_by_one_are_all_seen(caplog: pytest.LogCaptur
     assert [SAYS in text for text in caplog.messages] == [True]
 
 
-def test_of_a_model_without_them_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_batch_norm_statistics_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert not is_told(without(), caplog)
     assert not is_told(with_batch_norm(track_running_stats=False), caplog)
 
@@ -56,7 +58,7 @@ def test_a_model_that_is_in_eval_mode_when_the_optimizer_is_made_counts(caplog: 
     assert is_told(with_batch_norm().eval(), caplog)
 
 
-def test_frozen_statistics_do_not_part(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_frozen_batch_norm_statistics_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = with_batch_norm()
     model[1].eval()  # type: ignore[index, union-attr]
     assert not is_told(model, caplog)

@@ -53,7 +53,7 @@ def test_a_host_copy_is_kept_where_it_is_asked_for_or_needed() -> None:
     assert Options(**GOOD | {"delay": "gradients", "offload": True}).offload
 
 
-def test_what_changes_the_update_must_be_alike_on_all_peers() -> None:
+def test_options_that_change_the_update_are_facts_of_the_run() -> None:
     assert Options(**GOOD).facts() == {}
     assert Options(**GOOD | {"max_grad_norm": 1}).facts() == Options(**GOOD | {"max_grad_norm": 1.0}).facts() != {}
 
@@ -102,7 +102,7 @@ def test_an_optimizer_that_computes_the_loss_again_is_refused(kind: Any) -> None
             made_optimizer(given, params)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_an_optimizer_argument_of_another_type_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     for given in (model, model.parameters(), "adam", None):
         with pytest.raises(

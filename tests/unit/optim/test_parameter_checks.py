@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
-def test_what_cannot_be_trained_or_handed_on_is_refused_by_name(kind: str) -> None:
+def test_parameters_that_cannot_be_trained_or_sent_are_refused_by_name(kind: str) -> None:
     make, why = REFUSED[kind]
     optimizer = torch.optim.SGD([("layer.bias", GOOD), ("layer.weight", make())], lr=0.1)
     with pytest.raises(ConfigError, match=why) as error:
@@ -81,7 +81,7 @@ def test_a_parameter_in_several_processes_is_refused(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_it_is_refused_when_the_optimizer_is_made(offload: bool) -> None:
+def test_a_complex_parameter_is_refused_when_the_optimizer_is_made(offload: bool) -> None:
     parameters = [GOOD, Parameter(torch.ones(2, dtype=torch.complex128))]
     with (
         manyhands.Peer(listen=LISTEN) as peer,
@@ -106,7 +106,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_can_be_trained(dtype: torch.dtype) -> None:
+def test_views_tied_empty_and_half_precision_parameters_can_be_trained(dtype: torch.dtype) -> None:
     flat = torch.zeros(6, dtype=dtype)
     views = [Parameter(flat[:2]), Parameter(flat[2:].view(2, 2).t())]
     tied = torch.nn.Linear(2, 2, dtype=dtype)

@@ -132,7 +132,7 @@ def test_the_highest_step_then_samples_then_digest_wins() -> None:
         assert leading_branch(named(own=own), PeerId("other"), better).position == better.position
 
 
-def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
+def test_at_step_0_the_lowest_peer_id_wins_and_samples_do_not_matter() -> None:
     low, high = record(step=0, lineage=b"a"), record(step=0, lineage=b"z", lineage_samples=9)
     assert leading_branch(named(z=high), PeerId("a"), low).position == low.position
     assert leading_branch(named(a=low), PeerId("z"), high).position == low.position
@@ -191,7 +191,7 @@ HUGE = st.floats(0, allow_infinity=False)
 
 @given(HUGE, HUGE, HUGE, st.floats(allow_nan=False), st.integers(0, 2**53))
 @example(0.0, 1.7e308, 1.7e308, 1.7e308, 0)
-def test_whatever_a_peer_says_can_be_reckoned_with(
+def test_samples_extrapolated_from_any_record_stay_in_bounds(
     speed: float, ago_s: float, ttl_s: float, age_s: float, samples: int
 ) -> None:
     said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s, ttl_s=ttl_s)
@@ -212,7 +212,9 @@ def test_whatever_a_peer_says_can_be_reckoned_with(
         (record(lineage=b"there", samples=30, speed=2.0), True, True),
     ],
 )
-def test_only_what_the_others_could_not_reckon_is_news(own: PeerRecord, is_far_news: bool, is_near_news: bool) -> None:
+def test_a_record_is_news_only_where_the_others_could_not_extrapolate_it(
+    own: PeerRecord, is_far_news: bool, is_near_news: bool
+) -> None:
     published = record(samples=10 if own.samples != 30 else 30, speed=2.0)
     age_s = 10.0 if own.samples != 30 else 0.0
     assert is_news(published, age_s, own, 1000, 10, is_near=False) == is_far_news

@@ -23,7 +23,7 @@ def told(caplog: pytest.LogCaptureFixture, *looks: tuple[float, int, Progress]) 
     return times
 
 
-def test_mere_growth_is_told_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_growth_of_samples_alone_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     looks = [(float(now), 0, Progress(8 * now, 2, 8.0, 100.0 - now)) for now in range(31)]
     assert told(caplog, *looks) == [0.0, 10.0, 20.0, 30.0]
 
@@ -36,11 +36,13 @@ def test_mere_growth_is_told_every_ten_seconds(caplog: pytest.LogCaptureFixture)
         (0, Progress(256, 2, 8.0, 0.0)),  # the target
     ],
 )
-def test_news_is_told_at_once_and_once(step: int, news: Progress, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_news_is_logged_at_once_and_only_once(
+    step: int, news: Progress, caplog: pytest.LogCaptureFixture
+) -> None:
     assert told(caplog, (0.0, 0, GROWS), (1.0, step, news), (2.0, step, news)) == [0.0, 1.0]
 
 
-def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_progress_line_has_the_words_of_the_tutorials(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "manyhands"):
         ProgressLog().tell(0, Progress(64, 1, 8.0, 24.0), 0.5, 0.0)
         ProgressLog().tell(0, Progress(1, 2, 8.0, 24.0), 0.5, 0.0)
@@ -50,7 +52,7 @@ def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_who_can_dial_no_trainer_is_told_so_once_that_has_lasted_and_then_every_minute(
+def test_a_peer_that_can_dial_no_trainer_is_warned_after_a_while_and_then_every_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     notice, times = StrandedNotice("run"), []

@@ -21,7 +21,7 @@ def test_the_batches_of_all_ranks_are_one() -> None:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_what_is_wrong_on_one_rank_is_wrong_for_all(rank: int) -> None:
+def test_a_wrong_argument_on_one_rank_is_wrong_for_all_ranks(rank: int) -> None:
     def with_one(wrong: StepArguments) -> list[StepArguments]:
         return [wrong if number == rank else StepArguments(4, 4.0) for number in range(3)]
 
@@ -46,7 +46,7 @@ def test_batches_of_different_sizes_are_hinted_at() -> None:
     assert "batches of 7.5, 4, but" in unequal([StepArguments(3, 7.5), StepArguments(3, 4.0)])
 
 
-def test_a_word_travels() -> None:
+def test_outcomes_and_errors_of_calls_survive_pickling() -> None:
     outcome = CallOutcome(None, True, {"global_step": 3, "statistics": Statistics(samples_used=5)})
     assert pickle.loads(pickle.dumps(outcome)) == outcome
     error = pickle.loads(pickle.dumps(CallOutcome(error=ConfigError("rank 0 failed: x=1")))).error

@@ -44,7 +44,7 @@ def exchange_two_values(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [change_a_value, change_a_name, exchange_two_values])
-def test_another_base_has_another_one(change: Callable[[nn.Module], None]) -> None:
+def test_another_frozen_base_has_another_digest(change: Callable[[nn.Module], None]) -> None:
     model = with_base()
     assert fact(model) == fact(with_base())
     assert fact(model).startswith("6 tensors of digest ")
@@ -53,7 +53,9 @@ def test_another_base_has_another_one(change: Callable[[nn.Module], None]) -> No
     assert fact(with_base(torch.bfloat16)) != fact(with_base())
 
 
-def test_what_holds_the_values_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_the_values_and_not_on_layout_wrapping_or_requires_grad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, expected = with_base(), fact(with_base())
     model[0].requires_grad_(requires_grad=False)
     assert fact(model) == expected
@@ -68,7 +70,7 @@ def test_what_holds_the_values_makes_no_difference(monkeypatch: pytest.MonkeyPat
     assert fact(model) == expected
 
 
-def test_values_that_are_elsewhere_are_left_out() -> None:
+def test_values_on_the_meta_device_are_left_out_of_the_digest() -> None:
     model = with_base()
     model[0].to("meta")
     other = with_base()
@@ -83,7 +85,7 @@ def test_an_optimizer_that_has_all_parameters_adds_no_fact() -> None:
     assert facts_of_rest(None, model.parameters()) == {}
 
 
-def test_what_is_no_model_of_the_optimizer_is_refused() -> None:
+def test_a_model_argument_without_the_optimizers_parameters_is_refused() -> None:
     model: Any = with_base()
     with pytest.raises(ConfigError, match=r"model is of type list; give the torch\.nn\.Module"):
         facts_of_rest([model], model.parameters())  # type: ignore[arg-type]

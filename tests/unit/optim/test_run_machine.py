@@ -131,11 +131,11 @@ def test_old_records_are_read_before_the_decision() -> None:
         (Facts(is_due=True), [DialMissing(), ACCUMULATE]),
     ],
 )
-def test_what_comes_first_decides(facts: Facts, actions: list[Action]) -> None:
+def test_the_first_applicable_rule_decides_at_the_end_of_a_batch(facts: Facts, actions: list[Action]) -> None:
     assert after(facts) == actions
 
 
-def test_others_that_reach_the_target_well_before_another_batch_would_end_are_waited_for() -> None:
+def test_a_peer_waits_for_others_that_reach_the_target_well_before_its_next_batch_would_end() -> None:
     arriving = Facts(is_near=True, arrives_s=0.5)
     wait = WaitUntilDue(0.5 + MOMENT_S)
     assert after(arriving, replace(arriving, is_due=True, can_meet=True)) == [Tell(), wait, AVERAGE]
@@ -226,7 +226,7 @@ def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> N
     assert outcome_of(machine, BATCH, 100.0 + half_s, newcomer) == [AVERAGE]
 
 
-def test_the_others_batches_count_from_when_the_step_was_due() -> None:
+def test_a_peer_waits_for_batches_of_others_from_when_the_step_was_due() -> None:
     """Else peers that compute one batch after the other wait for each other for ever."""
     machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=1.5)
     assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
@@ -258,7 +258,7 @@ def test_a_peer_without_samples_tells_nothing_and_one_that_sees_no_end_reports_e
 # newcomers
 
 
-def test_a_lone_peer_waits_for_whoever_loads_its_state_but_not_for_ever() -> None:
+def test_a_lone_peer_waits_a_limited_time_for_a_peer_that_loads_its_state() -> None:
     machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, newcomers=(GUEST,))
     assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 159.0, alone)[1:] == [ACCUMULATE]
@@ -277,7 +277,7 @@ def waits(machine: RunMachine, number: int, loading: tuple[PeerId, ...], members
     return has_waited
 
 
-def test_who_never_comes_to_the_round_is_waited_for_once_and_then_hardly_ever() -> None:
+def test_a_guest_that_never_comes_to_a_round_is_waited_for_once_and_then_rarely() -> None:
     """Whatever identity it takes."""
     machine = RunMachine(CONFIG)
     times = [number * STEP_S for number in range(400) if waits(machine, number, (PeerId(f"guest {number}"),), [MATE])]
@@ -286,12 +286,12 @@ def test_who_never_comes_to_the_round_is_waited_for_once_and_then_hardly_ever() 
     assert all(IDLE_S <= gap <= IDLE_S + STEP_S for gap in gaps)
 
 
-def test_who_comes_is_waited_for_the_next_time_too() -> None:
+def test_a_guest_that_comes_to_the_round_is_waited_for_the_next_time_too() -> None:
     machine = RunMachine(CONFIG)
     assert all(waits(machine, number, (GUEST,), [MATE, GUEST]) for number in range(100))
 
 
-def test_steps_that_wait_for_nobody_change_nothing() -> None:
+def test_steps_without_guests_do_not_count_as_waiting() -> None:
     machine = RunMachine(CONFIG)
     assert not any(waits(machine, number, (), [MATE]) for number in range(100))
     assert waits(machine, 100, (GUEST,), [MATE])

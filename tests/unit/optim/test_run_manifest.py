@@ -106,7 +106,7 @@ def test_tensors_that_differ_are_one_line() -> None:
     ]
 
 
-def test_what_several_groups_and_a_fact_tell_alike_is_one_line() -> None:
+def test_a_difference_in_several_groups_and_a_fact_is_one_line() -> None:
     own = changed(hyper_parameters=[{"lr": 0.1}, {"lr": 0.1}], extra={"learning_rate": "0.1"})
     run = changed(hyper_parameters=[{"lr": 0.2}, {"lr": 0.2}], extra={"learning_rate": "0.2"})
     assert differences(own, run) == ["learning_rate is 0.1 here, 0.2 in the run"]
@@ -122,7 +122,7 @@ def test_what_several_groups_and_a_fact_tell_alike_is_one_line() -> None:
         ),
     ],
 )
-def test_what_a_stranger_published_neither_fills_the_screen_nor_steers_it(other: RunManifest) -> None:
+def test_manifests_of_strangers_give_short_printable_differences(other: RunManifest) -> None:
     lines = differences(MANIFEST, other)
     assert lines
     assert all(line.isprintable() and len(line) < 3000 for line in lines)
@@ -254,7 +254,7 @@ async def test_fewer_liars_than_signers_keep_no_newcomer_out() -> None:
     await keeper.close()
 
 
-async def test_who_fits_signs_until_it_leaves() -> None:
+async def test_a_peer_that_fits_the_run_signs_its_manifest_until_it_leaves() -> None:
     dht: Any = FakeDht()
     keepers = [keeper_of(dht, name, changed()) for name in "ab"]
     for keeper in keepers:
@@ -266,7 +266,7 @@ async def test_who_fits_signs_until_it_leaves() -> None:
     assert await signers(dht) == [], "whoever comes next may begin another run"
 
 
-async def test_who_does_not_fit_leaves_no_trace() -> None:
+async def test_a_peer_that_does_not_fit_the_run_signs_nothing() -> None:
     """Else its manifest would outvote the run's when the next peer joins."""
     dht: Any = FakeDht()
     dht.put(KEY, "m", published(MANIFEST), sequence=1)

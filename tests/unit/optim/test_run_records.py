@@ -46,7 +46,7 @@ def plain(value: msgspec.Struct) -> Any:
         (manifest_key("run"), b"compressed"),
     ],
 )
-def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
+def test_records_that_peers_of_a_run_publish_fit_their_schemas_if_they_are_signed(key: str, value: Any) -> None:
     assert schemas()[key].fault_of(owned_record(value, key=key)) is None
     assert schemas()[key].fault_of(open_record(value, key=key)) is Reason.OTHER_SCHEMA
 
@@ -68,5 +68,5 @@ def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
         (manifest_key("run"), "text"),
     ],
 )
-def test_anything_else_does_not(key: str, value: Any) -> None:
+def test_malformed_records_do_not_fit_the_schemas_of_a_run(key: str, value: Any) -> None:
     assert schemas()[key].fault_of(owned_record(value, key=key)) is Reason.OTHER_SCHEMA

@@ -206,7 +206,7 @@ def test_samples_are_dropped_for_a_checkpoint_or_drifted_parameters(caplog: pyte
     assert "Dropped 8 samples: a checkpoint was loaded" in caplog.text
 
 
-def test_one_sample_is_no_samples() -> None:
+def test_the_summary_of_one_sample_is_in_the_singular() -> None:
     assert Statistics(samples_computed=1, samples_used=1).summary() == (
         "1 sample computed here so far, 1 of them used (100.0%)"
     )

@@ -25,7 +25,7 @@ def test_plain_values_travel_unchanged(value: Any) -> None:
 
 
 @given(PLAIN)
-def test_what_was_taken_from_a_value_fits_back_in(value: Any) -> None:
+def test_merging_the_serializable_part_of_plain_values_restores_them(value: Any) -> None:
     assert merged(value, serializable_part(value)) == value
 
 
@@ -57,14 +57,14 @@ def test_nothing_that_is_sent_changes_the_structure(own: Any, sent: Any) -> None
         ([{"a": 1}, {"a": 2}], [{"a": 3}, 7], [{"a": 3}, {"a": 2}]),
     ],
 )
-def test_merged(own: Any, sent: Any, expected: Any) -> None:
+def test_merging_takes_sent_values_of_the_same_kind_only(own: Any, sent: Any, expected: Any) -> None:
     result = merged(own, sent)
     assert result == expected
     assert type(result) is type(expected)
 
 
-def test_what_does_not_travel_stays_where_it_is() -> None:
-    function, tensor, counter = test_merged, torch.ones(2), Counter([3])
+def test_parts_that_are_not_serializable_keep_their_own_values() -> None:
+    function, tensor, counter = test_merging_takes_sent_values_of_the_same_kind_only, torch.ones(2), Counter([3])
     own = {"functions": [function], "tensor": tensor, "milestones": counter, "last_epoch": 1, 7: "not a name"}
     sent = serializable_part(own)
     assert sent == {"functions": [None], "tensor": None, "milestones": None, "last_epoch": 1}

@@ -39,7 +39,7 @@ def as_documented(tensors: list[list[float]], step: int) -> list[float]:
     return sums
 
 
-def test_the_numbers_are_what_all_peers_must_compute() -> None:
+def test_sketch_sums_are_as_documented() -> None:
     tensors = [torch.arange(SUMMED_NUMEL + 2500.0) % 97, torch.tensor([[3.0]]), torch.full((2, 1100), 0.5)]
     for step in (0, 7):
         expected = as_documented([tensor.flatten().tolist() for tensor in tensors], step)
@@ -58,7 +58,7 @@ def test_each_value_is_in_one_sum_with_a_sign(sizes: tuple[int, ...]) -> None:
             tensor[index] = 0.0
 
 
-def test_they_are_as_long_as_the_vector_on_average() -> None:
+def test_sketch_sums_are_as_long_as_the_vector_on_average() -> None:
     tensors = some(5000, 300, 70)
     squares = [length(sums_of(tensors, step)) ** 2 for step in range(200)]
     assert sum(squares) / 200 == pytest.approx(float(torch.cat(tensors).square().sum()), rel=0.1)
@@ -71,7 +71,7 @@ def test_the_norm_is_that_of_all_values() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_values_that_are_not_finite_show_in_the_sketch(value: float) -> None:
     tensors = some(5000)
     tensors[0][77] = value
     sketch = sketch_of(tensors, 1)
@@ -93,7 +93,7 @@ def test_the_signs_are_others_in_each_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_of_any_precision_and_layout(dtype: torch.dtype) -> None:
+def test_sketches_do_not_depend_on_layout_and_take_any_precision(dtype: torch.dtype) -> None:
     values = torch.randn(40, 50).to(dtype)
     assert sums_of([values.t()], 1) == pytest.approx(sums_of([values.t().contiguous().float()], 1))
     assert sketch_of([values.t()], 1).size == pytest.approx(float(values.double().square().sum().sqrt()), rel=1e-6)

@@ -69,7 +69,7 @@ def test_at_the_named_target_computing_takes_as_long_as_averaging(
     assert named <= max(1.11 * target * averaging_s / computing_s + 1, 1)
 
 
-def test_who_comes_too_late_hears_of_a_target_that_works() -> None:
+def test_a_newcomer_that_is_always_too_late_is_told_a_larger_target() -> None:
     assert "target_batch_size=480 instead of 48 on all peers" in describe_late_states(4, 30.0, 3.0, 48)
     for computing_s in (0.0, 40.0):  # not known; or it is something else that takes so long
         assert "a target_batch_size above 48 on all peers" in describe_late_states(4, 30.0, computing_s, 48)

@@ -127,7 +127,7 @@ def test_the_schedule_goes_on_where_it_was(make_scheduler: Any) -> None:
     assert captured(optimizer, scheduler).header.digest == captured(old_optimizer, old_scheduler).header.digest
 
 
-def test_what_was_captured_is_a_copy() -> None:
+def test_a_captured_state_is_a_copy() -> None:
     model = new_model()
     optimizer = OPTIMIZERS["AdamW"](model)
     train(model, optimizer)
@@ -163,7 +163,7 @@ def change_schedule(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> N
 
 
 @pytest.mark.parametrize("change", [change_parameter, change_statistic, change_counter, change_rate, change_schedule])
-def test_any_change_shows_in_the_digest(change: Any) -> None:
+def test_any_change_of_the_state_changes_its_digest(change: Any) -> None:
     model = new_model()
     optimizer = OPTIMIZERS["AdamW"](model)
     scheduler = sequential(optimizer)
@@ -174,7 +174,7 @@ def test_any_change_shows_in_the_digest(change: Any) -> None:
     assert captured(optimizer, scheduler).header.digest != before
 
 
-def test_how_a_machine_computes_is_its_own_business() -> None:
+def test_foreach_and_fused_are_not_part_of_the_state() -> None:
     model, other = new_model(0), new_model(0)
     here = torch.optim.AdamW(model.parameters(), foreach=True)
     there = torch.optim.AdamW(other.parameters(), fused=False)
@@ -222,7 +222,7 @@ def with_scalars(**changes: Any) -> StateHeader:
     return header_of(scalars=msgspec.msgpack.encode(scalars | changes))
 
 
-def test_what_fits() -> None:
+def test_statistics_of_any_usual_shape_fit_the_model() -> None:
     assert len(checked_scalars(header_of(), SPECS, 1).groups) == 1
     assert checked_scalars(with_statistic(), SPECS, 1)
     assert checked_scalars(with_statistic(shape=(2,)), SPECS, 1), "some optimizers keep factors"
@@ -260,7 +260,7 @@ def test_what_fits() -> None:
         pytest.param(with_scalars(scheduler=[]), id="a schedule of another type"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_changed(header: StateHeader) -> None:
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed(header: StateHeader) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (each has its own words)
         checked_scalars(header, SPECS, 1)
     model = new_model(1)

@@ -143,7 +143,7 @@ def test_a_good_state_is_taken_over(kind: str, is_scheduled: bool, num_steps: in
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_steps", [0, 1, 9])
-def test_the_options_that_a_schedule_drives_are_what_it_makes_of_them(name: str, num_steps: int) -> None:
+def test_a_state_whose_scheduled_options_do_not_fit_its_schedule_is_refused(name: str, num_steps: int) -> None:
     there = replica_of("Adam", num_steps=num_steps, schedule=SCHEDULES[name])
     here = replica_of("Adam", num_steps=3, schedule=SCHEDULES[name])
     here.restore(there.capture())
@@ -199,7 +199,7 @@ def test_an_optimizer_of_torch_has_no_numbers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_one_changes_nothing_and_is_said(fault: str) -> None:
+def test_a_bad_state_changes_nothing_and_is_refused_with_the_reason(fault: str) -> None:
     spoil, words = FAULTS[fault]
     there, here = replica_of("Adam", num_steps=1), replica_of("Adam", num_steps=2)
     before = here.capture().header
@@ -209,7 +209,7 @@ def test_a_bad_one_changes_nothing_and_is_said(fault: str) -> None:
     assert here.capture().header == before
 
 
-def test_a_statistic_that_is_not_there() -> None:
+def test_a_state_without_a_statistic_is_refused() -> None:
     there, here = replica_of("Adam"), replica_of("Adam")
     state = there.capture()
     header = msgspec.structs.replace(state.header, tensors=state.header.tensors[:-1])
@@ -232,14 +232,14 @@ def test_a_statistic_that_is_not_there() -> None:
         (in_schedule("more", 1), "its schedule is not what that of the run is after 1 steps"),
     ],
 )
-def test_a_schedule_is_what_it_becomes_by_itself(spoil: Spoil, words: str) -> None:
+def test_a_state_whose_schedule_is_not_that_of_the_run_is_refused(spoil: Spoil, words: str) -> None:
     there, here = replica_of("Adam", is_scheduled=True), replica_of("Adam", is_scheduled=True)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (its words are looked at)
         here.restore(spoilt(there, spoil))
     assert words in str(caught.value)
 
 
-def test_a_parameter_without_statistics_where_this_peer_has_some() -> None:
+def test_a_state_without_statistics_of_a_parameter_is_refused_where_this_peer_has_some() -> None:
     there, here = replica_of("Adam"), replica_of("Adam", num_steps=2)
     state = there.capture()
     header = msgspec.structs.replace(state.header, tensors=state.header.tensors[:5])
@@ -261,7 +261,7 @@ def test_a_schedule_that_cannot_be_copied_is_refused_at_the_begin() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"position": Position(2**53, b"there")}, {"lineage_samples": 2**53}])
-def test_numbers_that_cannot_be(fields: dict[str, Any]) -> None:
+def test_a_state_with_impossible_numbers_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be"):
         replica_of("SGD").restore(spoilt(replica_of("SGD"), as_it_is, **fields))
 

@@ -114,9 +114,7 @@ async def test_a_record_from_before_a_round_does_not_move_a_peer_back() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [20.0, 300.0])
-async def test_whatever_lifetime_the_other_peer_gives_its_records(
-    ttl_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_round_outweighs_older_records_of_any_lifetime(ttl_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.averaging.peer_records.MOMENT_S", 0.0)  # no record is on its way
     async with run_of_one() as run:
         await run.hears(BOB, ttl_s=ttl_s)
@@ -332,7 +330,7 @@ async def test_in_a_crowd_no_batches_are_waited_for() -> None:
         assert not situation_of(run).is_near, "of 41"
 
 
-async def test_what_a_peer_tells_ends_the_wait_and_no_older_record_takes_it_back() -> None:
+async def test_samples_that_a_peer_tells_directly_end_the_wait_and_older_records_do_not_undo_it() -> None:
     async with run_of_one(target_batch_size=16) as run:
         run.tracker.report(8, 4.0, 1.0)
         await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
@@ -358,7 +356,7 @@ async def test_a_branch_whose_state_cannot_be_had_is_not_followed_and_not_forgot
         assert run.tracker.leading_branch().position == NEXT
 
 
-async def test_who_is_behind_is_waited_for_unless_it_is_missing() -> None:
+async def test_a_peer_that_is_behind_is_waited_for_unless_it_is_missing() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, Position(2, b"before"))
         assert run.tracker.behind()
@@ -452,7 +450,7 @@ async def test_a_record_that_reached_nobody_is_published_again(monkeypatch: pyte
         await until(lambda: len(run.dht.stored) > num_before)
 
 
-async def test_a_look_is_worth_it_when_the_target_must_be_reached() -> None:
+async def test_records_are_read_when_the_target_must_be_reached() -> None:
     async with run_of_one(ProgressConfig(min_refresh_s=0.3)) as run:
         await run.hears(BOB, samples=4, samples_per_second=20.0)
         run.tracker.report(1, 1.0)
@@ -467,7 +465,7 @@ async def test_a_look_is_worth_it_when_the_target_must_be_reached() -> None:
 
 
 @pytest.mark.parametrize(("are_clients", "is_first"), [(True, True), (False, False)])
-async def test_in_a_crowd_who_would_lead_looks_first(are_clients: bool, is_first: bool) -> None:
+async def test_in_a_crowd_the_peer_that_would_lead_reads_first(are_clients: bool, is_first: bool) -> None:
     async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
         for number in range(2 * CROWD):  # no id is lower than this
             await run.hears(PeerId(f"0{number}"), samples=1, samples_per_second=100.0, is_client=are_clients)
@@ -478,7 +476,7 @@ async def test_in_a_crowd_who_would_lead_looks_first(are_clients: bool, is_first
         assert run.tracker.is_worth_a_look() == is_first
 
 
-async def test_at_the_target_reading_gets_rare() -> None:
+async def test_records_are_read_less_and_less_often_at_the_target() -> None:
     config = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0)
     async with run_of_one(config) as run:
         await run.hears(BOB, samples=10)
@@ -513,7 +511,7 @@ async def test_the_dht_is_told_which_peers_it_has_met() -> None:
         assert not run.dht.met
 
 
-async def test_leaving_is_said() -> None:
+async def test_a_closed_tracker_publishes_a_goodbye() -> None:
     async with run_of_one() as run:
         run.tracker.start()
         await run.tracker.close()
@@ -577,7 +575,7 @@ async def test_a_client_calls_on_hosts_that_are_behind_if_all_hosts_are() -> Non
         assert run.tracker.in_need() == [], "it can have the state from that one"
 
 
-async def test_a_client_follows_only_those_who_can_be_dialled() -> None:
+async def test_a_client_follows_only_peers_that_can_be_dialled() -> None:
     async with run_of_one(is_client=True) as run:
         await run.hears(BOB, NEXT, is_client=True)
         assert not run.tracker.should_load_state(), "it could not have it"

@@ -193,7 +193,7 @@ def test_a_gradient_below_the_bound_is_left_as_it_is() -> None:
     assert torch.equal(parameters[0].detach(), torch.full((2, 3), 1.0) - torch.tensor(0.01))
 
 
-def test_norms() -> None:
+def test_norms_and_finiteness_are_those_of_all_tensors_together() -> None:
     assert global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]) == pytest.approx(5.0)
     assert global_norm([]) == 0.0
     assert are_finite([])

@@ -42,7 +42,7 @@ def test_only_peers_at_the_same_position_are_added_up() -> None:
     ("samples", "speed", "eta_s"),
     [(10, 0.0, 0.0), (11, 5.0, 0.0), (9, 0.0, math.inf), (0, 4.0, 2.5)],
 )
-def test_eta(samples: int, speed: float, eta_s: float) -> None:
+def test_the_eta_follows_from_samples_speed_and_target(samples: int, speed: float, eta_s: float) -> None:
     assert view_of().progress(record(samples=samples, speed=speed), 10).eta_s == eta_s
 
 
@@ -53,25 +53,25 @@ def test_a_helper_counts_for_nothing_in_progress() -> None:
     assert view.progress(record(is_auxiliary=True), 10).num_peers == 1
 
 
-def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
+def test_extrapolated_samples_replace_published_ones() -> None:
     view = view_of(record(samples=10, speed=2.0), record(Position(2, b"here"), samples=100, speed=100.0), since=100.0)
     outlook = view.progress(record(samples=1, speed=3.0), 27, 103.0)
     assert outlook == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
 
 
-def test_what_is_predicted_ends_at_the_target_and_what_was_published_does_not() -> None:
+def test_extrapolated_samples_end_at_the_target_and_published_ones_do_not() -> None:
     view = view_of(record(samples=50, speed=60.0), record(samples=8, speed=2.0))
     assert view.progress(None, 64, 5.0) == Progress(samples=64, num_peers=2, samples_per_second=62.0, eta_s=0.0)
     assert view.progress(record(samples=1), 64, 5.0).samples == 64
     assert view.progress(record(samples=16), 64, 5.0).samples == 74
 
 
-def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
+def test_fractions_of_a_sample_of_many_slow_peers_add_up() -> None:
     view = view_of(*[record(speed=0.0625)] * 40)
     assert view.progress(None, 100, 8.0).samples == 20
 
 
-def test_what_a_liar_adds_to_the_sum_is_bounded() -> None:
+def test_a_liar_adds_a_bounded_number_of_samples() -> None:
     liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
     assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).progress(None, 100, 5.0).samples <= 2**54
     quick = record(speed=1e308, counted_s_ago=1e308)

@@ -104,7 +104,7 @@ def test_headers_of_states_survive_the_wire(header: StateHeader) -> None:
 
 
 @pytest.mark.parametrize(("depth", "travels"), [(32, True), (33, False), (100_000, False)])
-def test_what_is_nested_without_end_does_not_travel(depth: int, travels: bool) -> None:
+def test_values_nested_deeper_than_32_are_not_serializable(depth: int, travels: bool) -> None:
     value: Any = 1
     for level in range(depth):
         value = {"x": value} if level % 2 else [value]

@@ -42,6 +42,6 @@ def test_messages_survive_the_wire(message: msgspec.Struct) -> None:
         DialBackResponse([DialOutcome("x", "c", "d" * 501)]),
     ],
 )
-def test_what_is_out_of_bounds_is_not_even_decoded(message: msgspec.Struct) -> None:
+def test_answers_out_of_bounds_are_not_even_decoded(message: msgspec.Struct) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))

@@ -19,7 +19,7 @@ RECIPE = AlbertRecipe(
 FACTS = facts_of(RunRecipe(recipe=RECIPE, tokenizer="digest", vocab_size=555))
 
 
-def test_all_but_ones_own_settings_come_from_the_run() -> None:
+def test_all_settings_but_those_of_this_peer_come_from_the_run() -> None:
     own = {"text": (Path("a.txt"),), "batch_size": 16, "seed": 7}
     expected = RunRecipe(recipe=replace(RECIPE, **own), tokenizer="digest", vocab_size=555)
     assert adopted("run", FACTS, own) == expected
@@ -35,7 +35,7 @@ def test_whether_steps_are_local_follows_from_the_fact_that_the_optimizer_adds()
         adopted("run", FACTS, {"local_steps": True})
 
 
-def test_what_was_given_and_differs_is_named_with_both_values() -> None:
+def test_options_that_differ_from_the_run_are_named_with_both_values() -> None:
     with pytest.raises(ManifestMismatch) as error:
         adopted("run", FACTS, {"learning_rate": 0.1, "hidden_size": 512, "target_batch_size": 64})
     assert error.value.differences == [
@@ -62,11 +62,11 @@ def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
         ({name: value for name, value in FACTS.items() if name != "seq_length"}, "cannot be used"),
     ],
 )
-def test_recipes_that_cannot_be_used(facts: dict[str, str], message: str) -> None:
+def test_recipes_of_a_run_that_cannot_be_used_are_refused(facts: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         adopted("run", facts, {})
 
 
-def test_ones_own_wrong_setting_is_ones_own_fault() -> None:
+def test_a_wrong_setting_of_this_peer_is_named_as_its_own() -> None:
     with pytest.raises(ConfigError, match="batch_size is 0"):
         adopted("run", FACTS, {"batch_size": 0})

@@ -24,7 +24,7 @@ def write(path, text: str):
         ("no end mark", ["no end mark"]),
     ],
 )
-def test_sentences(paragraph, sentences):
+def test_paragraphs_are_split_into_sentences(paragraph, sentences):
     assert split_sentences(paragraph) == sentences
 
 

@@ -57,7 +57,7 @@ def test_a_lead_beyond_the_target_of_the_run_looks_at_once(monkeypatch: pytest.M
         {"bandwidth_mbit_s": 0.0},
     ],
 )
-def test_values_that_break_their_rules(values: dict[str, Any]) -> None:
+def test_tuning_settings_out_of_bounds_are_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         TuningSettings(**values)
 

@@ -54,13 +54,15 @@ def test_the_name_on_the_hub_and_a_file_of_it_are_the_same_model(name: str, tmp_
         ),
     ],
 )
-def test_a_model_that_the_recipe_cannot_build(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_model_that_the_recipe_cannot_build_is_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         model_settings(str(write(tmp_path / "config.json", **changes)))
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "no such model"), ("{", "cannot be read as a config.json")])
-def test_a_file_that_is_none(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_model_file_that_is_missing_or_malformed_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)

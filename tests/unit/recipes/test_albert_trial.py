@@ -18,20 +18,22 @@ from manyhands.recipes.albert.trial import NUM_NOTED, FittingBatchSize, OutOfMem
         (0.01, 1, 1),
     ],
 )
-def test_the_smallest_that_takes_long_enough(sample_s: float, limit: int, expected: int) -> None:
+def test_the_trial_chooses_the_smallest_batch_size_that_takes_long_enough(
+    sample_s: float, limit: int, expected: int
+) -> None:
     assert fitting_batch_size(lambda size: size * sample_s, limit) == expected
 
 
-def test_a_step_from_too_short_to_too_long_stays_short() -> None:
+def test_the_trial_prefers_a_batch_that_is_too_short_to_one_that_is_too_long() -> None:
     assert fitting_batch_size(lambda size: 0.1 if size < 8 else 3.0, 1000) == 4
 
 
-def test_a_machine_that_is_busy_for_a_moment() -> None:
+def test_a_machine_that_is_busy_for_a_moment_gets_the_same_batch_size() -> None:
     delays = iter([0.0, 2.0])
     assert fitting_batch_size(lambda size: 0.01 * size + next(delays, 0.0), 1000) == 32
 
 
-def test_what_does_not_fit_into_memory_is_not_chosen() -> None:
+def test_a_batch_size_that_does_not_fit_into_memory_is_not_chosen() -> None:
     def seconds_for(size: int) -> float:
         if size > 8:
             raise OutOfMemory("too large")
@@ -76,7 +78,7 @@ def test_one_long_batch_changes_nothing() -> None:
     assert {fitting.note(30.0 if index % NUM_NOTED == 0 else 0.3) for index in range(4 * NUM_NOTED)} == {32}
 
 
-def test_a_size_that_fits_no_more_is_tried_once() -> None:
+def test_a_batch_size_that_no_longer_fits_is_tried_once_more_only() -> None:
     tried = []
 
     def seconds_for(size: int) -> float:

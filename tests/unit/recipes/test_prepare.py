@@ -182,7 +182,7 @@ def test_an_archive_is_found_at_the_default_paths_once_it_is_unpacked(made, tmp_
     assert prepared.digest == made.about.tokenizer
 
 
-def test_what_is_interrupted_leaves_nothing_behind(book, tmp_path, monkeypatch):
+def test_an_interrupted_preparation_leaves_nothing_behind(book, tmp_path, monkeypatch):
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -308,7 +308,7 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, book, tmp_
         (["--text", "book.txt", "--archive", "nowhere/data.tar"], "there is no folder nowhere"),
     ],
 )
-def test_what_needs_no_torch_is_checked_before_it_is_imported(arguments, message, tmp_path, monkeypatch, capsys):
+def test_arguments_are_checked_before_torch_is_imported(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "manyhands.recipes.albert.data.prepare", None)
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("A book.")

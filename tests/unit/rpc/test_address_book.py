@@ -19,7 +19,7 @@ def address(number: int) -> Address:
     return Address.of(f"192.0.2.{number}", 31337, PEER)
 
 
-def test_what_worked_comes_before_what_was_announced_and_hearsay_comes_last() -> None:
+def test_addresses_that_worked_come_before_announced_ones_and_hearsay_comes_last() -> None:
     book = AddressBook(10)
     book.learn(PEER, [address(1)], AddressSource.HEARSAY)
     book.learn(PEER, [address(2), address(3)], AddressSource.ANNOUNCED)
@@ -55,7 +55,7 @@ def test_a_liar_pushes_out_no_address_that_works() -> None:
     assert len(book.addresses_of(PEER)) == MAX_ADDRESSES_PER_PEER
 
 
-def test_hearsay_of_many_peers_pushes_out_nobody_who_was_reached() -> None:
+def test_hearsay_of_many_peers_pushes_out_no_peer_that_was_reached() -> None:
     book = AddressBook(4)
     book.learn(PEER, [address(1)], AddressSource.WORKED)
     for number in range(100, 120):
@@ -77,7 +77,7 @@ def test_a_peer_that_is_often_elsewhere_is_found_at_its_last_address(has_failed:
         book.learn(PEER, [address(number)], AddressSource.WORKED)
 
 
-def test_only_news_is_news() -> None:
+def test_learning_known_addresses_is_no_news() -> None:
     book = AddressBook(10)
     assert book.learn(PEER, [address(1)], AddressSource.HEARSAY)
     assert not book.learn(PEER, [address(1)], AddressSource.HEARSAY)

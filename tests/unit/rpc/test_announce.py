@@ -67,7 +67,7 @@ def test_each_network_of_this_machine_has_an_address(tmp_path: Path, monkeypatch
     assert hosts == ["fd00::2", "192.168.0.2", "10.8.0.2", "::1", "127.0.0.1"]
 
 
-def test_one_interface_is_told_as_it_is() -> None:
+def test_the_address_of_one_interface_is_given_once_and_unchanged() -> None:
     assert dialable_addresses([Address.parse(HOME), Address.parse(HOME)]) == [Address.parse(HOME)]
 
 
@@ -81,13 +81,13 @@ def test_on_the_same_machine_loopback_counts() -> None:
 
 @pytest.mark.parametrize("public", ["/ip4/8.8.4.4/tcp/443", "/dns4/x.tcp.ngrok.io/tcp/12345"])
 @pytest.mark.parametrize("seen_at", ["127.0.0.1", "192.168.0.2", "1.1.1.1"])
-def test_one_that_knows_its_public_address_is_not_guessed_at(public: str, seen_at: str) -> None:
+def test_a_peer_that_announces_a_public_address_gets_no_guessed_one(public: str, seen_at: str) -> None:
     assert seen([public], seen_at) == [public]
     assert seen(["/ip4/192.168.0.9/tcp/443", public], seen_at) == ["/ip4/192.168.0.9/tcp/443", public]
 
 
 @pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337", "/ip4/203.0.113.7/tcp/0"])
-def test_what_nobody_could_dial_is_not_announced(bad: str) -> None:
+def test_announced_addresses_that_nobody_could_dial_are_refused(bad: str) -> None:
     check_announced([Address.parse(ROUTER), Address.parse(LOOP)])
     with pytest.raises(ConfigError, match=r"other peers cannot dial .*; give .* such as /ip4/203.0.113.7/tcp/31337"):
         check_announced([Address.parse(ROUTER), Address.parse(bad)])
@@ -101,16 +101,16 @@ def test_a_name_is_kept_and_says_nothing_of_ports_elsewhere() -> None:
     assert seen(["/dns4/x.tcp.ngrok.io/tcp/12345"], "203.0.113.7") == ["/dns4/x.tcp.ngrok.io/tcp/12345"]
 
 
-def test_what_cannot_be_read_is_skipped() -> None:
+def test_announced_addresses_that_cannot_be_read_are_skipped() -> None:
     assert seen(["/quic/203.0.113.7", "", HOME, "\x00"], "") == [HOME]
 
 
-def test_an_id_of_somebody_else_is_not_believed() -> None:
+def test_an_announced_address_with_another_peer_id_gets_that_of_its_peer() -> None:
     (address,) = seen_from_outside(PEER, [f"{HOME}/p2p/{identity_of(2).peer_id}"], "")
     assert address.peer_id == PEER
 
 
-def test_only_so_many() -> None:
+def test_announced_addresses_are_limited_in_number() -> None:
     assert len(seen([f"/ip4/198.51.100.1/tcp/{port}" for port in range(1, 100)], "")) == MAX_ANNOUNCED
 
 
@@ -121,6 +121,6 @@ def test_any_text_gives_addresses_of_this_peer_or_none(announced: list[str], rem
 
 
 @pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "::ffff:192.0.2.1"])
-def test_the_host_of_an_ipv6_connection(host: str) -> None:
+def test_a_peer_seen_over_ipv6_gets_an_address_with_that_host(host: str) -> None:
     (address, *_) = seen_from_outside(PEER, ["/ip6/fd00::2/tcp/1"], host)
     assert ipaddress.ip_address(address.host) == ipaddress.ip_address(host)

@@ -46,7 +46,7 @@ def test_streams_that_share_a_line_add_up() -> None:
     assert streams.backlog.seconds == pytest.approx(3.0 - SETTLE_S, abs=1.5 * LOOK_S)
 
 
-def test_how_streams_begin_does_not_count() -> None:
+def test_the_beginning_of_streams_does_not_count_in_their_rate() -> None:
     streams = Streams(1.0, 1.0)
     streams.send(SETTLE_S + LOOK_S, [0.1 * MB, 0.1 * MB])
     streams.send(1.0, [6.0 * MB, 6.0 * MB])
@@ -61,7 +61,7 @@ def test_time_in_which_a_stream_waits_for_others_does_not_count() -> None:
     assert streams.backlog.seconds < 2.0
 
 
-def test_who_waits_for_slow_ones_most_of_the_time_shows_what_it_could_send() -> None:
+def test_a_sender_that_mostly_waits_for_slow_members_still_shows_its_rate() -> None:
     """The stream to a fast member is busy for a tenth of the time; the others go as slow members let them."""
     streams = Streams(2.0, 1.0, 1.0)
     streams.send(10.0, [0.8 * MB, 2.0 * MB, 2.0 * MB], [0.1, 1.0, 1.0])
@@ -91,14 +91,14 @@ def test_a_stream_that_comes_later_settles_first() -> None:
     assert streams.backlog.rate == pytest.approx(12 * MB, rel=0.1)
 
 
-def test_what_a_stream_that_is_closed_has_shown_counts() -> None:
+def test_the_rate_of_a_closed_stream_counts() -> None:
     streams = Streams(1.0, 1.0)
     streams.send(1.2, [6.0 * MB, 6.0 * MB])
     streams.send(3.0, [6.0 * MB])
     assert streams.backlog.rate == pytest.approx(12 * MB)
 
 
-def test_a_short_time_says_nothing() -> None:
+def test_a_short_time_gives_no_rate() -> None:
     streams = Streams(1.0)
     streams.send(SETTLE_S + MIN_BUSY_S / 2, [12.0 * MB])
     assert streams.backlog.rate is None
@@ -106,7 +106,7 @@ def test_a_short_time_says_nothing() -> None:
     assert streams.backlog.rate == pytest.approx(12 * MB)
 
 
-def test_no_streams_say_nothing() -> None:
+def test_no_streams_give_no_rate() -> None:
     streams = Streams()
     streams.send(3.0, [])
     assert streams.backlog.rate is None

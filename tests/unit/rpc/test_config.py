@@ -13,6 +13,6 @@ def test_by_default_a_frozen_peer_is_noticed_in_under_10_s() -> None:
 
 
 @pytest.mark.parametrize(("period_s", "timeout_s"), [(0, 7), (-1, 7), (7, 7), (8, 7)])
-def test_periods_that_cannot_work(period_s: float, timeout_s: float) -> None:
+def test_heartbeat_periods_that_cannot_work_are_refused(period_s: float, timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="the timeout must be longer than the period; for example"):
         RpcConfig(heartbeat_period_s=period_s, heartbeat_timeout_s=timeout_s)

@@ -47,7 +47,9 @@ IPS = st.ip_addresses().map(str)
         (PUBLIC, "::ffff:8.8.8.8", True),
     ],
 )
-def test_nobody_has_a_peer_dial_what_is_nearer_to_it_than_they_are(target: str, caller: str, allowed: bool) -> None:
+def test_a_caller_cannot_have_a_peer_dial_addresses_that_are_more_local_than_its_own(
+    target: str, caller: str, allowed: bool
+) -> None:
     assert may_dial(target, caller) is allowed
 
 
@@ -77,7 +79,7 @@ def test_no_source_gets_more_than_its_rate(takes: list[tuple[str, float]], burst
                 assert end - start + 1 <= most
 
 
-def test_what_is_refused_counts_nothing_and_the_wait_is_right() -> None:
+def test_a_refused_request_does_not_count_and_is_told_how_long_to_wait() -> None:
     allowance = Allowance(Rate(burst=2, period_s=10.0), Rate(burst=100, period_s=0.1))
     assert [allowance.take("a", 0.0), allowance.take("a", 0.0)] == [0.0, 0.0]
     assert [allowance.take("a", 1.0), allowance.take("a", 4.0)] == [9.0, 6.0]
@@ -117,7 +119,7 @@ def test_many_sources_are_bounded_together_and_forgotten() -> None:
         ("203.0.113.7", 31337, "198.51.100.9", "", False),
     ],
 )
-def test_what_others_name_is_on_the_internet_or_where_this_peer_is(
+def test_addresses_from_other_peers_are_dialled_on_the_internet_or_in_this_peers_network_only(
     target: str, port: int, own_host: str, sayer: str, allowed: bool
 ) -> None:
     assert may_dial_heard(target, port, [own_host], sayer) == allowed
@@ -129,7 +131,7 @@ def test_a_peer_that_does_not_know_yet_where_it_is_finds_those_it_knew() -> None
     assert not may_dial_heard("169.254.169.254", 31337, [])
 
 
-def test_what_was_given_back_may_be_taken_again() -> None:
+def test_allowance_that_was_given_back_may_be_taken_again() -> None:
     allowance = Allowance(Rate(burst=1, period_s=60.0), Rate(burst=1, period_s=60.0))
     for _ in range(3):
         assert not allowance.take("here", 5.0)

@@ -141,7 +141,7 @@ async def test_callers_at_the_same_time_share_one_dial() -> None:
         assert len(there._pool._connections[here.peer_id]) == 1
 
 
-async def test_both_dial_at_the_same_time() -> None:
+async def test_calls_of_peers_that_dial_each_other_at_once_succeed() -> None:
     async with endpoints(2) as (here, there):
         serve_echo(here)
         serve_echo(there)
@@ -211,7 +211,7 @@ async def test_after_close_nothing_is_dialled() -> None:
         await here.close()
 
 
-async def test_without_an_address_the_error_says_so() -> None:
+async def test_a_call_to_a_peer_without_a_known_address_says_so() -> None:
     async with endpoints(2, clients=[1]) as (here, there):
         with pytest.raises(Unavailable, match=r"no address is known .* client mode cannot be dialled"):
             await here.call(there.peer_id, ECHO, Text("hi"))
@@ -227,7 +227,7 @@ async def test_all_failures_of_a_peer_are_reported_together() -> None:
             assert f"{address.with_peer(identity_of(5).peer_id)}: connection refused" in str(caught.value)
 
 
-async def test_connect_to_itself() -> None:
+async def test_a_peer_that_connects_to_itself_is_refused() -> None:
     async with endpoints(1) as (here,):
         with pytest.raises(DialFailed) as caught:
             await here.connect(Address.of("127.0.0.1", here.addresses[0].port))
@@ -256,7 +256,7 @@ class Answering:
         (b"\x00\x00", DialReason.TIMED_OUT, "waiting for the welcome of"),
     ],
 )
-async def test_odd_answers_to_a_hello(answer: bytes, reason: DialReason, text: str) -> None:
+async def test_odd_answers_to_a_hello_fail_the_dial(answer: bytes, reason: DialReason, text: str) -> None:
     network = MemoryNetwork()
     listener = await MemoryTransport(identity_of(1), network).listen(LOOPBACK, Answering(answer).on_stream)
     here = Endpoint(MemoryTransport(identity_of(0), network))
@@ -299,7 +299,7 @@ async def test_a_peer_that_leaves_right_after_its_hello_is_forgotten() -> None:
         assert not there._pool._connections
 
 
-async def test_who_says_no_hello_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_connection_without_a_hello_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with endpoints(1, config=RpcConfig(hello_timeout_s=0.1)) as (there,):
         assert isinstance(there._transport, MemoryTransport)
         for words, violates in [(b"", False), (b"\x00\x00", False), (encode_frame(Ping()), True), (b"GET /", True)]:
@@ -416,7 +416,7 @@ async def test_an_answer_that_comes_too_late_is_ignored(loop_errors: list[str]) 
         assert (await here.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
 
 
-async def test_one_part_of_each_kind() -> None:
+async def test_a_method_has_one_handler_at_a_time() -> None:
     async with endpoints(1) as (here,):
         serve_echo(here)
         with pytest.raises(ConfigError, match=r"test\.echo is served already"):

@@ -107,7 +107,7 @@ def payload_of(**fields: object) -> bytes:
 
 
 @pytest.mark.parametrize(("frame", "wire"), GOLDEN, ids=lambda value: type(value).__name__)
-async def test_golden_frames(frame: Frame, wire: str) -> None:
+async def test_encoded_frames_never_change(frame: Frame, wire: str) -> None:
     assert encode_frame(frame).hex() == wire
     again = await receive_frame(stream_of(bytes.fromhex(wire)))
     assert type(again) is type(frame)
@@ -126,7 +126,7 @@ def test_frames_come_whole_however_their_bytes_arrive(numbers: list[int], cuts: 
     assert b"".join(encode_frame(frame) for frame in frames) == sent
 
 
-def test_what_comes_before_a_violation_is_handed_out() -> None:
+def test_frames_before_a_violation_are_handed_out() -> None:
     reader = FrameReader(identity_of(0).peer_id)
     frames = reader.frames(encode_frame(Ping()) + b"\xff\xff\xff\xff")
     assert isinstance(next(frames), Ping)
@@ -134,7 +134,7 @@ def test_what_comes_before_a_violation_is_handed_out() -> None:
         next(frames)
 
 
-def test_every_kind_is_pinned() -> None:
+def test_every_kind_of_frame_has_a_golden_encoding() -> None:
     assert {type(frame) for frame, _ in GOLDEN} == set(Frame.__args__)
 
 
@@ -174,7 +174,7 @@ async def test_unknown_fields_are_ignored() -> None:
         "huge map",
     ],
 )
-async def test_what_cannot_be_read_is_a_violation(payload: bytes) -> None:
+async def test_a_frame_that_cannot_be_read_is_a_violation(payload: bytes) -> None:
     with pytest.raises(ProtocolViolation, match=f"peer {identity_of(1).peer_id}: sent a frame that cannot be read"):
         await receive_frame(stream_of(framed(payload)))
 
@@ -212,7 +212,7 @@ async def test_a_frame_over_the_limit_is_refused_before_it_is_read(num_bytes: in
     assert stream.bytes_received == 4
 
 
-async def test_the_largest_frame() -> None:
+async def test_a_frame_of_the_largest_size_passes_and_a_larger_one_is_refused() -> None:
     overhead = len(encode_frame(Goodbye("x" * 70_000))) - 70_000 - 4
     largest = Goodbye("x" * (MAX_FRAME_BYTES - overhead))
     assert await receive_frame(stream_of(encode_frame(largest))) == largest
@@ -220,7 +220,7 @@ async def test_the_largest_frame() -> None:
         encode_frame(Goodbye(largest.reason + "x"))
 
 
-def test_what_a_peer_wrote_is_fit_for_a_log_line() -> None:
+def test_text_of_a_peer_is_made_fit_for_a_log_line() -> None:
     assert readable("all\x1b[31m red\nand a new line\r") == "all?[31m red?and a new line?"
     assert readable("Grüße, 世界") == "Grüße, 世界"
     assert len(readable("x" * 10_000)) == 500

@@ -51,7 +51,7 @@ def pace_of(line: Line) -> float:
     return line.pace.bytes_per_s
 
 
-def test_there_is_no_pace_before_a_stretch_has_shown_one() -> None:
+def test_there_is_no_pace_before_an_interval_has_shown_one() -> None:
     pace = Pace()
     assert pace.bytes_per_s is None
     pace.add(MonitorInterval(best=0.0, loss=0.0))
@@ -93,7 +93,7 @@ def test_a_pace_follows_a_line_that_gets_faster(factor: float, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", few_of(range(5), 2))
-def test_a_first_stretch_that_was_slow_since_others_were_is_made_up_for(seed: int) -> None:
+def test_a_first_interval_that_was_slow_because_of_others_is_made_up_for(seed: int) -> None:
     line = Line(seed)
     line.others = LINE / 4
     line.intervals(3)
@@ -170,7 +170,7 @@ def test_a_pace_has_a_bound() -> None:
 # intervals
 
 
-def test_a_stretch_is_known_by_its_best_half() -> None:
+def test_the_rate_of_an_interval_is_that_of_its_best_half() -> None:
     """It waits for others, sends 10 MB a second for 3 s, and waits again."""
     intervals = IntervalSampler()
     delivered = 0
@@ -184,7 +184,7 @@ def test_a_stretch_is_known_by_its_best_half() -> None:
     assert interval.loss == pytest.approx(0.05)
 
 
-def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> None:
+def test_an_interval_that_is_short_or_without_bytes_gives_no_rate() -> None:
     intervals = IntervalSampler()
     assert intervals.interval() is None
     intervals.add(0.0, Delivery(0, 0, 0, 0.0))
@@ -199,14 +199,14 @@ def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> 
     assert intervals.interval() is None
 
 
-def test_a_stretch_in_which_the_loop_was_held_up_for_most_of_it() -> None:
+def test_an_interval_in_which_the_loop_was_held_up_still_has_its_rate() -> None:
     intervals = IntervalSampler()
     intervals.add(0.0, Delivery(0, 0, 0, 0.0))
     intervals.add(4.0, Delivery(8 * MB, 8 * MB, 0, 0.0))
     assert intervals.interval() == MonitorInterval(2 * MB, 0.0, backlogged=0.0)
 
 
-def test_who_was_held_up_by_others_has_not_seen_its_line() -> None:
+def test_an_interval_spent_waiting_for_other_peers_does_not_measure_the_line() -> None:
     pace = Pace()
     pace.add(MonitorInterval(best=5.0 * MB, loss=0.0, backlogged=0.3))
     assert pace.bytes_per_s is None, "as free as ever"
@@ -216,7 +216,7 @@ def test_who_was_held_up_by_others_has_not_seen_its_line() -> None:
     assert pace.line == 12 * MB, "what a line has carried, it carries"
 
 
-def test_a_stretch_tells_how_long_it_was_backlogged() -> None:
+def test_an_interval_tells_how_long_it_was_backlogged() -> None:
     intervals = IntervalSampler()
     intervals.add(10.0, Delivery(0, 0, 0, 100.0))
     intervals.add(12.0, Delivery(4 * MB, 4 * MB, 0, 102.0))

@@ -17,5 +17,5 @@ async def test_nothing_to_wait_for_takes_no_time() -> None:
     assert await gathered() == []
 
 
-async def test_what_takes_too_long_has_no_result() -> None:
+async def test_a_coroutine_that_takes_too_long_has_no_result() -> None:
     assert await gathered_within(0.05, number(1), number(2, 10.0)) == [1, None]

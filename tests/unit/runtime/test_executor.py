@@ -10,13 +10,13 @@ import pytest
 from manyhands.runtime.executor import run_to_end
 
 
-async def test_what_it_returns_and_raises_comes_out() -> None:
+async def test_run_to_end_returns_the_result_and_raises_the_exception() -> None:
     assert await run_to_end(max, 3, 5) == 5
     with pytest.raises(ZeroDivisionError):
         await run_to_end(divmod, 1, 0)
 
 
-async def test_who_is_cancelled_waits_for_the_end_of_the_work() -> None:
+async def test_a_cancelled_caller_waits_for_the_end_of_the_work() -> None:
     began, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:

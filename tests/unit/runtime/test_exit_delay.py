@@ -5,7 +5,7 @@ import pytest
 from manyhands.runtime.exit_delay import delay_exit, exit_delay_s
 
 
-def test_it_is_known_for_how_long_something_wants_to_finish() -> None:
+def test_the_exit_delay_is_the_longest_time_that_running_work_asks_for() -> None:
     assert exit_delay_s() == 0.0
     with delay_exit(50.0):
         assert 40 < exit_delay_s() <= 50

@@ -53,9 +53,7 @@ def test_without_a_signal_nothing_happens(heard: list[int]) -> None:
     assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
-def test_one_that_comes_again_after_a_while_ends_a_block_that_hangs(
-    heard: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_signal_ends_a_block_that_hangs(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     lines, now = [], 100.0
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now)
 
@@ -75,7 +73,7 @@ def test_one_that_comes_again_after_a_while_ends_a_block_that_hangs(
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="there is no such signal")
 @pytest.mark.parametrize("order", [("SIGINT", "SIGUSR1"), ("SIGUSR1", "SIGINT"), ("SIGTERM", "SIGUSR1", "SIGINT")])
-def test_none_is_lost_when_several_come(heard: list[int], order: tuple[str, ...]) -> None:
+def test_no_signal_is_lost_when_several_come(heard: list[int], order: tuple[str, ...]) -> None:
     """Schedulers ask for a checkpoint by a signal, and end the program by another."""
     noted, lines = [], []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: noted.append(number))
@@ -133,7 +131,7 @@ def test_an_error_of_the_block_is_not_lost(heard: list[int]) -> None:
     assert isinstance(interrupt.value.__context__, ZeroDivisionError)
 
 
-def test_blocks_within_blocks(heard: list[int]) -> None:
+def test_a_signal_in_a_nested_block_waits_for_the_outer_one(heard: list[int]) -> None:
     lines = []
 
     @uninterrupted()
@@ -166,7 +164,7 @@ def test_a_signal_that_comes_as_the_handlers_are_put_back(heard: list[int], monk
     assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
-def test_in_another_thread_it_is_a_block_like_any_other(heard: list[int]) -> None:
+def test_a_block_in_another_thread_runs_without_signal_handling(heard: list[int]) -> None:
     lines = []
 
     def block() -> None:

@@ -41,7 +41,7 @@ class Job:
             self.cancelled.set()
 
 
-def test_runs_on_the_other_thread_and_returns_the_result(runtime: LoopThread) -> None:
+def test_a_coroutine_runs_on_the_other_thread_and_returns_its_result(runtime: LoopThread) -> None:
     async def name() -> str:
         return threading.current_thread().name
 
@@ -122,7 +122,7 @@ def test_a_call_from_the_loop_itself_is_refused(runtime: LoopThread) -> None:
     runtime.run(call(), 5.0, "calling")
 
 
-def test_close_ends_whoever_waits() -> None:
+def test_close_ends_callers_that_wait() -> None:
     runtime, job = LoopThread("manyhands test"), Job()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(runtime.run, job(), 30.0, "waiting for godot")
@@ -133,7 +133,7 @@ def test_close_ends_whoever_waits() -> None:
     assert job.cancelled.is_set()
 
 
-def test_after_close_every_call_says_so() -> None:
+def test_every_call_after_close_raises_that_the_peer_is_closed() -> None:
     runtime = LoopThread("manyhands test")
     runtime.close()
     runtime.close()
@@ -186,7 +186,7 @@ def test_close_does_not_wait_for_a_blocking_call() -> None:
     assert took_s < 15.0
 
 
-def test_close_cancels_also_what_refuses_at_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_a_task_that_swallows_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
     """A task that swallows its cancellation keeps the thread for a second, not for ever."""
     runtime, started = LoopThread("manyhands test"), threading.Event()
 

@@ -21,7 +21,7 @@ def test_an_attempt_is_repeated_until_others_are_reached(caplog: pytest.LogCaptu
     assert "joining run 'albert' has failed: nobody answers; trying again in 2 s" in caplog.text
 
 
-def test_what_is_the_users_to_mend_is_not_repeated() -> None:
+def test_a_config_error_is_not_retried() -> None:
     def join() -> None:
         raise ConfigError("learning_rate differs")
 

@@ -22,7 +22,7 @@ async def interval() -> float:
     return sys.getswitchinterval()
 
 
-def test_while_a_network_thread_is_there() -> None:
+def test_the_switch_interval_is_short_while_a_network_thread_runs() -> None:
     sys.setswitchinterval(0.005)
     one, other = LoopThread(), LoopThread()
     for thread in (one, other):
@@ -34,7 +34,7 @@ def test_while_a_network_thread_is_there() -> None:
 
 
 @pytest.mark.parametrize("shorter_s", [0.0001, 0.002])
-def test_what_the_program_has_chosen_meanwhile_stays(shorter_s: float) -> None:
+def test_an_interval_that_the_program_has_set_meanwhile_stays(shorter_s: float) -> None:
     interval = SwitchInterval()
     interval.shorten()
     sys.setswitchinterval(shorter_s)

@@ -85,7 +85,7 @@ async def test_close_names_what_does_not_end(caplog: pytest.LogCaptureFixture) -
     await task
 
 
-async def test_what_runs_beside_a_block_ends_with_it_and_does_not_fail_unseen(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_beside_a_block_ends_with_it_and_its_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     owner = TaskOwner("kitchen")
     async with owner.beside(never(), name="soup"):
         assert len(owner) == 1

@@ -27,7 +27,7 @@ async def test_jobs_run_at_the_same_time_and_their_threads_are_used_again() -> N
     assert our_threads() == []
 
 
-async def test_what_a_job_raises_is_raised() -> None:
+async def test_an_exception_of_a_job_is_raised() -> None:
     pool = BlockingThreads("manyhands test")
 
     def fail() -> None:

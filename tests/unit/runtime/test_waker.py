@@ -22,12 +22,12 @@ async def test_a_task_hears_another_thread() -> None:
     await asyncio.wait_for(waiting, 5.0)
 
 
-async def test_what_holds_already_is_not_waited_for() -> None:
+async def test_a_condition_that_already_holds_is_not_waited_for() -> None:
     await asyncio.wait_for(Waker().wait_until(lambda: True), 5.0)
     assert Waker().block_until(lambda: True, 0.0)
 
 
-async def test_all_who_wait_are_woken_and_forgotten() -> None:
+async def test_all_waiting_tasks_are_woken_and_forgotten() -> None:
     waker, done = Waker(), threading.Event()
     waiting = [asyncio.ensure_future(waker.wait_until(done.is_set)) for _ in range(3)]
     cancelled = asyncio.ensure_future(waker.wait_until(lambda: False))
@@ -50,7 +50,7 @@ def test_a_thread_waits_for_another_one_and_no_longer_than_it_was_told() -> None
     assert not waker._threads
 
 
-def test_a_closed_loop_is_not_in_the_way() -> None:
+def test_waking_a_waiter_of_a_closed_loop_is_harmless() -> None:
     waker = Waker()
 
     async def main() -> None:

@@ -13,7 +13,7 @@ from tests.network import identity_of
 real_sign = identity.Identity.sign
 
 
-def test_good_stays_good_and_bad_stays_bad() -> None:
+def test_remembered_verdicts_accept_good_signatures_and_reject_bad_ones() -> None:
     ours, theirs = identity_of(1), identity_of(2)
     signature = ours.sign("test", b"message")
     real = identity.public_key_of
@@ -32,7 +32,7 @@ def test_good_stays_good_and_bad_stays_bad() -> None:
     assert identity.public_key_of is real
 
 
-def test_what_was_signed_here_costs_no_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_made_in_this_process_is_verified_without_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = identity_of(1), identity_of(2)
     with each_signature_once():
         signature = ours.sign("test", b"message")

@@ -52,14 +52,14 @@ def test_streams_are_limited_in_all() -> None:
     assert not admission.is_full
 
 
-def test_some_files_are_left_for_what_the_process_is_for() -> None:
+def test_connections_leave_half_of_the_open_files_to_the_process() -> None:
     admission = Admission(ListenLimits(), max_files=64)
     assert sum(admission.admit(ONE) for _ in range(20)) == 16
     assert sum(admission.admit(OTHER) for _ in range(20)) == 16
     assert admission.is_full
 
 
-def test_nothing_is_remembered_of_who_left() -> None:
+def test_hosts_that_left_are_forgotten() -> None:
     admission = Admission(LIMITS)
     for number in range(1000):
         host = f"192.0.{number // 250}.{number % 250}"
@@ -71,6 +71,6 @@ def test_nothing_is_remembered_of_who_left() -> None:
     assert admission._num_streams == 0
 
 
-def test_limits_of_nothing_are_refused() -> None:
+def test_connection_limits_of_zero_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_handshakes=0: at least 1 is needed"):
         ListenLimits(max_handshakes=0)

@@ -84,7 +84,7 @@ async def test_a_full_backlog_asks_for_a_pause_until_it_is_read() -> None:
     assert resumed == ["resumed"], "told once"
 
 
-async def test_the_end_lets_the_rest_be_read() -> None:
+async def test_bytes_before_the_end_can_still_be_read() -> None:
     buffer, _ = new_buffer()
     feed(buffer, b"abc")
     buffer.end(PeerLost("somebody", "gone"))
@@ -105,7 +105,7 @@ async def test_the_end_wakes_the_reader() -> None:
         await reader
 
 
-async def test_two_readers_are_a_mistake() -> None:
+async def test_a_second_reader_is_an_error() -> None:
     buffer, _ = new_buffer()
     reader = asyncio.ensure_future(buffer.fill(memoryview(bytearray(2))))
     await asyncio.sleep(0)

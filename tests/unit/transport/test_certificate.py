@@ -19,18 +19,18 @@ def der_of(leaf: x509.Certificate) -> bytes:
     return leaf.public_bytes(serialization.Encoding.DER)
 
 
-def test_the_peer_id_comes_out_again() -> None:
+def test_a_certificate_gives_back_its_peer_id() -> None:
     assert peer_id_of_certificate(der_of(leaf_certificate(identity_of(1)))) == identity_of(1).peer_id
 
 
-def test_a_key_of_another_kind_is_nobody() -> None:
+def test_a_certificate_with_another_kind_of_key_has_no_peer_id() -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somebody")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, certificate._NOT_BEFORE, certificate._NOT_AFTER)
     assert peer_id_of_certificate(der_of(builder.sign(key, hashes.SHA256()))) is None
 
 
-def test_a_version_that_does_not_exist_is_nobody() -> None:
+def test_a_certificate_of_an_unknown_version_has_no_peer_id() -> None:
     """OpenSSL may accept it: anybody can sign with the published issuer key, and sign anything."""
     der = bytearray(der_of(leaf_certificate(identity_of(1))))
     version = der.index(bytes.fromhex("a003020102"))
@@ -40,7 +40,7 @@ def test_a_version_that_does_not_exist_is_nobody() -> None:
 
 @given(place=st.integers(0, 200), value=st.integers(0, 255))
 @pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
-def test_a_damaged_certificate_is_somebody_or_nobody(place: int, value: int) -> None:
+def test_reading_a_damaged_certificate_raises_nothing(place: int, value: int) -> None:
     der = bytearray(der_of(leaf_certificate(identity_of(1))))
     der[place] = value
     assert peer_id_of_certificate(bytes(der)) is None or isinstance(peer_id_of_certificate(bytes(der)), str)

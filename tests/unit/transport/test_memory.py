@@ -75,7 +75,7 @@ async def test_abort_wakes_both_ends(end: str) -> None:
         await there.wait_closed()
 
 
-async def test_what_was_sent_before_the_close_can_be_read() -> None:
+async def test_bytes_sent_before_the_close_can_be_read() -> None:
     async with stream_pair() as (here, there):
         await here.send(b"last words")
         await here.close()
@@ -96,7 +96,7 @@ async def test_a_long_send_that_is_cancelled_half_way_ends_the_stream() -> None:
             await here.send(b"next message")
 
 
-async def test_dials_that_cannot_succeed() -> None:
+async def test_dials_and_listens_that_cannot_succeed_fail_with_the_reason() -> None:
     network = MemoryNetwork()
 
     async def on_stream(stream: Stream) -> None:

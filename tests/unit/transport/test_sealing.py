@@ -68,7 +68,7 @@ def test_bytes_come_out_in_order_however_they_are_cut(
 
 
 @given(wanted=st.lists(st.integers(1, 2000), min_size=1, max_size=20))
-def test_who_takes_less_than_a_record_gets_the_rest_later(wanted: list[int]) -> None:
+def test_a_reader_that_takes_less_than_a_record_gets_the_rest_later(wanted: list[int]) -> None:
     data = random.Random(1).randbytes(sum(wanted))
     sealer = Sealer(SECRET)
     records = RecordBuffer(Opener(SECRET), b"".join(sealed(sealer, bytes(chunk)) for chunk in buffer_chunks([data])))
@@ -169,7 +169,7 @@ def test_lengths_that_no_record_has_are_refused_before_anything_is_received(num_
     assert len(records._memory) < 10_000, "nothing was made for it"
 
 
-def test_the_key_changes() -> None:
+def test_the_key_changes_after_a_number_of_records() -> None:
     sealer = Sealer(SECRET, records_of_one_key=2)
     keys = [sealer.next()[0] for _ in range(5)]
     assert keys[0] is keys[1] is not keys[2] is keys[3] is not keys[4]
@@ -182,7 +182,7 @@ def test_the_key_changes() -> None:
         (True, "00000003fd9df0bf5f13fb8569a5bc3225b346684093aa 000000035d50999ba07203e25f0efc9cffa6e9a56dbcdf"),
     ],
 )
-def test_golden_records(is_chacha: bool, record: str) -> None:
+def test_sealed_records_never_change(is_chacha: bool, record: str) -> None:
     """A change here breaks the peers of older versions: it needs a new ALPN."""
     sealer = Sealer(SECRET, is_chacha=is_chacha, records_of_one_key=1)
     assert [sealed(sealer, b"abc").hex() for _ in range(2)] == record.split()

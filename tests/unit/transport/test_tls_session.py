@@ -62,7 +62,7 @@ def test_bytes_come_out_in_order_however_they_are_cut(sizes: list[int], cut: int
     assert received == data
 
 
-def test_what_came_before_an_alteration_is_read_and_nothing_after_it() -> None:
+def test_bytes_before_an_alteration_are_read_and_none_after_it() -> None:
     here, there = handshaken()
     here.write(memoryview(b"good"))
     good = carried(here)
@@ -77,14 +77,14 @@ def test_what_came_before_an_alteration_is_read_and_nothing_after_it() -> None:
 
 
 @given(garbage=st.binary(min_size=5, max_size=200))
-def test_garbage_is_no_handshake(garbage: bytes) -> None:
+def test_garbage_never_completes_a_handshake(garbage: bytes) -> None:
     there = TlsSession(CONTEXTS[1], is_server=True)
     there.received(memoryview(garbage))
     with suppress(TlsFailed):
         assert not there.handshake()
 
 
-def test_the_end_is_told_after_all_that_was_sent() -> None:
+def test_the_end_of_a_session_is_told_after_all_bytes_sent() -> None:
     here, there = handshaken()
     here.write(memoryview(b"last"))
     here.end()

@@ -39,7 +39,7 @@ async def presence() -> AsyncIterator[Presence]:
     await presence.stop()
 
 
-async def test_it_is_announced_and_leads_to_the_peer(
+async def test_a_tunnel_is_announced_and_leads_to_the_peer(
     ngrok: ModuleType, presence: Presence, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -57,7 +57,7 @@ async def test_it_is_announced_and_leads_to_the_peer(
     assert session.is_closed
 
 
-async def test_it_is_opened_again_when_it_drops_until_that_works(
+async def test_a_tunnel_that_drops_is_opened_again_until_that_works(
     ngrok: ModuleType, presence: Presence, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper, "FIRST_WAIT_S", 0.05)
@@ -105,7 +105,7 @@ async def test_a_refusal_says_in_one_line_what_to_do(
     assert not presence.dht.num_known_peers
 
 
-async def test_a_service_that_cannot_be_reached_is_a_matter_of_the_network(
+async def test_a_tunnel_service_that_cannot_be_reached_raises_unavailable(
     ngrok: ModuleType, presence: Presence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NGROK_AUTHTOKEN", "token-offline")
@@ -124,7 +124,7 @@ def test_the_token_and_the_package_are_checked_before_anything_is_opened(
         NgrokTunnel()
 
 
-async def test_a_tunnel_to_a_peer_that_listens_nowhere(ngrok: ModuleType, presence: Presence) -> None:
+async def test_a_tunnel_to_a_peer_that_listens_nowhere_is_refused(ngrok: ModuleType, presence: Presence) -> None:
     with pytest.raises(ConfigError, match="listens on none"):
         await presence.start([], [], before_joining=TunnelKeeper(NgrokTunnel()).start)
 
@@ -133,5 +133,7 @@ async def test_a_tunnel_to_a_peer_that_listens_nowhere(ngrok: ModuleType, presen
     ("listen", "target"),
     [("/ip4/0.0.0.0/tcp/5", "/ip4/127.0.0.1/tcp/5"), ("/ip6/::/tcp/5", "/ip6/::1/tcp/5"), (LOOPBACK, LOOPBACK)],
 )
-def test_where_it_leads_on_this_machine(listen: str | Address, target: str | Address) -> None:
+def test_a_tunnel_leads_to_loopback_where_the_peer_listens_on_all_interfaces(
+    listen: str | Address, target: str | Address
+) -> None:
     assert str(keeper._here(Address.parse(str(listen)))) == str(target)

@@ -60,7 +60,7 @@ def test_all_events_and_their_fields_are_documented() -> None:
     assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds), "a tag means one thing"
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_event_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--events"):
         EventWriter(tmp_path / "missing" / "events")
 
@@ -120,7 +120,7 @@ def test_a_file_that_was_moved_away_or_removed_is_begun_anew(tmp_path: Path, rem
     assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["B"]
 
 
-def test_a_file_whose_folder_is_away_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_event_writing_goes_on_when_a_missing_folder_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     write = EventWriter(folder / "events")

@@ -167,7 +167,7 @@ def test_a_pipe_has_no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["looking for run [/x]", "dialling [::1]:31337"])
-def test_what_a_command_waits_for_is_shown_as_it_is_in_a_terminal_only(
+def test_the_wait_message_is_shown_verbatim_and_in_a_terminal_only(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook; rich takes it for a terminal

@@ -53,7 +53,7 @@ def test_the_terminal_and_the_file_have_the_same_lines(tmp_path: Path, capsys: p
     assert re.fullmatch(r"\d{4}-\d\d-\d\d [\d:]{8}\.\d{3} \[INFO\] step 7\n", path.read_text())
 
 
-def test_json_lines_say_when_who_and_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_have_time_run_peer_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log"
     log_to(path, is_json=True, verbose=False)
     logger.info("before")
@@ -166,7 +166,9 @@ def test_the_file_has_also_what_the_live_line_shows(tmp_path: Path) -> None:
         (["--log-json"], "--log-json is about the lines of a log file; name one"),
     ],
 )
-def test_a_log_that_cannot_be_written(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_that_cannot_be_written_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["first-peer", *arguments]) == 2
     said = capsys.readouterr()
     assert message in said.err
@@ -182,7 +184,7 @@ def test_all_commands_that_stay_take_a_log_file(capsys: pytest.CaptureFixture[st
         assert "--log-json" in said
 
 
-def test_what_is_said_at_the_end_goes_to_standard_error_if_nobody_reads_standard_output() -> None:
+def test_the_last_lines_go_to_standard_error_if_standard_output_is_closed() -> None:
     """As with ``| head``, and with ``| tee`` at Ctrl-C, which ends ``tee`` first: there were tracebacks instead."""
     program = """
 import logging

@@ -81,7 +81,7 @@ def logged(time: float, level: int, text: str) -> logging.LogRecord:
 NAMES = ["alice", "", "lab-3", "Jos\u00e9", "carol", "old laptop", "dan"]
 
 
-def test_what_is_credited_is_called_by_its_unit() -> None:
+def test_the_monitor_screen_names_the_unit_of_credit() -> None:
     text = "\n".join(rows_of(a_picture(a_peer(1), unit="tokens")))
     assert "5,123,456 tokens committed" in text
     assert re.search(r"peer +tokens +share +samples/s", text)
@@ -130,7 +130,7 @@ def test_the_screen_fills_the_terminal_and_no_more(size: tuple[int, int], num_pe
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("size", [(200, 60), (60, 20)], ids=str)
-def test_what_strangers_write_is_text(text: str, size: tuple[int, int]) -> None:
+def test_text_of_strangers_is_shown_as_plain_text(text: str, size: tuple[int, int]) -> None:
     peer = a_peer(0, name=text, version=text, device=text, reason=text, peer_id=text)
     event = RunEvent(time=NOW, kind="joined", text=text)
     log = [logged(NOW, logging.WARNING, text)]
@@ -150,7 +150,7 @@ def test_markup_and_right_to_left_names_are_shown_as_they_are() -> None:
     assert any(" [bold]x  " in row for row in rows_of(a_picture(a_peer(0, name="[bold]x"))))
 
 
-def test_a_run_that_nobody_is_in_yet() -> None:
+def test_the_screen_of_a_run_without_peers_says_so() -> None:
     rows = rows_of(RunPicture(run_id="albert", time=NOW), [], footer=[])
     assert [row.rstrip(" ─") for row in rows] == [
         " manyhands monitor  run albert                                      Ctrl-C ends",
@@ -174,7 +174,7 @@ def test_a_run_that_nobody_is_in_yet() -> None:
         ({"samples": 2**60}, "━━ 1,152,921,504,606,846,976/4,096"),
     ],
 )
-def test_the_countdown_in_other_moments(changes: dict[str, object], words: str) -> None:
+def test_the_countdown_says_due_unknown_and_extreme_times_in_words(changes: dict[str, object], words: str) -> None:
     assert words in rows_of(a_picture(a_peer(0), **changes))[1] + "  "
 
 
@@ -227,7 +227,7 @@ def test_warnings_stay_when_other_lines_follow() -> None:
     assert any("    1 s  line 1" in row for row in rows_of(a_picture(*map(a_peer, range(20))), log=log, size=(80, 30)))
 
 
-def test_without_color_it_says_the_same() -> None:
+def test_the_screen_has_the_same_words_without_color() -> None:
     colored = rows_of(a_picture(a_peer(0)), force_terminal=True, color_system="truecolor")
     plain = rows_of(a_picture(a_peer(0)), force_terminal=True, no_color=True, color_system="truecolor")
     assert any("\x1b[32m" in row for row in colored)
@@ -261,7 +261,7 @@ def test_two_thousand_peers_and_a_month_of_points_are_drawn_quickly() -> None:
     assert time.thread_time() - begin < 0.5
 
 
-def test_the_summary_at_the_end_of_a_monitor() -> None:
+def test_the_summary_of_a_monitor_has_steps_losses_samples_and_peers() -> None:
     heading, lines = card_of(a_picture(a_peer(1), a_peer(2)), POINTS)
     assert heading == "Run 'albert'"
     assert lines == [

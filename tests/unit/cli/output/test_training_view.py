@@ -67,7 +67,7 @@ def test_the_line_never_wraps(width: int) -> None:
         ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "━━━━ averaging, "),
     ],
 )
-def test_the_line_in_other_moments(changes: dict[str, object], words: str) -> None:
+def test_the_line_says_unknown_due_and_averaging_in_words(changes: dict[str, object], words: str) -> None:
     assert words in shown(replace(STANDING, **changes), 120)  # type: ignore[arg-type]
 
 
@@ -75,7 +75,7 @@ def test_before_the_first_batch_no_speed_is_shown() -> None:
     assert shown(replace(STANDING, loss=None, samples_per_second=0.0), 120).endswith("your share 33%")
 
 
-def test_the_card_of_a_trainer_that_kept_its_model() -> None:
+def test_the_card_has_the_part_of_the_trainer_and_where_its_model_is() -> None:
     heading, lines = card_of(ACCOUNT)
     assert heading == "Your part in run 'demo', 12 min"
     assert dict(lines) == {
@@ -96,7 +96,7 @@ def test_the_card_says_where_there_is_no_model() -> None:
     assert dict(lines)["model"] == "not saved yet; the next start with my model begins anew"
 
 
-def test_the_card_of_a_trainer_that_never_got_the_state_of_the_run() -> None:
+def test_the_card_of_a_trainer_without_the_state_says_that_nothing_is_saved() -> None:
     _, lines = card_of(replace(ACCOUNT, step=0, num_steps=0, samples_used=0, samples_of_all=0, checkpoint=None))
     assert dict(lines)["steps"] == "0 global steps with you; the model here is at step 0"
     assert dict(lines)["model"] == "not saved yet; the next start with my model loads the state of the others"

@@ -386,7 +386,7 @@ def test_model_fills_a_mask(shown: Shown) -> None:
 
 
 @pytest.mark.long
-def test_axe_finds_nothing_serious_and_nothing_is_cut(browser: Browser) -> None:
+def test_the_page_has_no_serious_axe_violation_and_does_not_overflow(browser: Browser) -> None:
     run = SyntheticRun(PEERS, time.time(), past_steps=60)
     run.set_state(run.picture().peers[0].peer_id, "gone", "It has not been heard of for 15 s.")
     run.set_state(run.picture().peers[1].peer_id, "left", "It left.")

@@ -170,7 +170,7 @@ def test_bad_parameter_is_refused_with_its_bounds(served: Served, query: str) ->
     assert query.partition("=")[0] in answer.json()["error"]
 
 
-def test_leader_of_a_peer_beyond_the_leaderboard(served: Served) -> None:
+def test_the_api_gives_the_leader_entry_of_a_peer_beyond_the_leaderboard(served: Served) -> None:
     peer_id = served.run.picture().peers[-1].peer_id
     assert peer_id in served.get(f"/api/leader.json?peer={peer_id}")["leader"]["peer_ids"]
     assert served.get("/api/leader.json?peer=nobody")["leader"] is None
@@ -189,7 +189,7 @@ def test_csv_gives_back_the_rows_and_disarms_formulas(served: Served) -> None:
     assert points[0]["heldout_loss"] == ""
 
 
-def test_what_is_credited_is_said_in_its_unit(served: Served) -> None:
+def test_the_api_names_the_unit_of_credit(served: Served) -> None:
     served.run.unit = "tokens"
     served.run.advance(1.0)
     assert served.get("/api/run.json")["unit"] == "tokens"
@@ -407,7 +407,7 @@ def test_masks_are_filled(served: Served) -> None:
         assert answer.json()["error"]
 
 
-def test_events_are_the_last_ones(served: Served) -> None:
+def test_the_api_gives_the_latest_events(served: Served) -> None:
     for number in range(5):
         served.run.tell("joined", f"peer {number}", ago_s=float(5 - number))
     events = msgspec.convert(served.get("/api/events.json?limit=2")["events"], list[RunEvent])

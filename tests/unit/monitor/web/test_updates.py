@@ -45,7 +45,7 @@ def test_numbers_are_sent_at_most_four_times_a_second_and_only_if_they_changed()
     assert run.since(2) == b""
 
 
-def test_time_alone_is_news_only_now_and_then() -> None:
+def test_a_change_of_time_alone_is_sent_only_now_and_then() -> None:
     run = parts_of()[0]
     run.update(PICTURE, 0.0)
     later = msgspec.structs.replace(PICTURE, time=1002.0, eta_s=8.0)
@@ -91,7 +91,7 @@ def test_the_table_of_a_crowd_is_sent_less_often(num_peers: int, period_s: float
     [({"last_seen": 9.0}, False), ({"samples_per_second": 10.4}, False), ({"samples_per_second": 11.0}, True),
      ({"state": "gone"}, True), ({"step": 4}, True), ({"share": 0.5}, False)],
 )  # fmt: skip
-def test_signs_of_life_and_small_changes_of_speed_are_no_news(fields: dict[str, Any], is_news: bool) -> None:
+def test_signs_of_life_and_small_changes_of_speed_are_not_sent(fields: dict[str, Any], is_news: bool) -> None:
     part = PeersPart()
     before = peer(1, samples_per_second=10.0)
     part.update(msgspec.structs.replace(PICTURE, peers=[before]), 0.0)
