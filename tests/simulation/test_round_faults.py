@@ -288,7 +288,7 @@ def test_a_silent_peer_is_dropped_within_seconds_and_blamed() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("what", ["send", "reduce"])
-def test_who_answers_but_gets_nothing_done_is_left_out_in_time_and_blamed(what: str, role: str) -> None:
+def test_a_member_that_answers_but_gets_nothing_done_is_left_out_in_time_and_blamed(what: str, role: str) -> None:
     """Not those who owe means since they wait for it themselves."""
     world = RoundWorld(4)
     stuck = world.name_of(role)

@@ -69,7 +69,7 @@ class Exchange:
         return {action.rank: at for at, action in self.said if isinstance(action, GiveUp)}
 
 
-def test_who_sends_is_not_asked_and_who_is_silent_is_asked_again_and_again() -> None:
+def test_a_member_that_sends_is_not_asked_and_a_silent_one_is_asked_again_and_again() -> None:
     exchange = Exchange()
     exchange.see(1, Wanted.VALUES, 0)
     exchange.see(2, Wanted.VALUES, 0)
@@ -82,7 +82,7 @@ def test_who_sends_is_not_asked_and_who_is_silent_is_asked_again_and_again() -> 
 
 
 @pytest.mark.parametrize("received", [7, 8])
-def test_who_does_not_answer_is_given_up_unless_something_came_meanwhile(received: int) -> None:
+def test_a_member_that_does_not_answer_is_given_up_unless_something_came_meanwhile(received: int) -> None:
     exchange = Exchange()
     exchange.see(1, Wanted.MEANS, 7)
     exchange.pass_to(2.0 * ANSWER_S)
@@ -108,7 +108,7 @@ def test_a_partner_is_asked_where_its_stream_stays(has_come: bool) -> None:
     assert (exchange.said[-1] == told) == (not has_come)
 
 
-def test_who_would_miss_the_end_at_its_pace_is_given_up_after_half_of_the_round() -> None:
+def test_a_member_too_slow_for_the_end_is_given_up_after_half_of_the_round() -> None:
     exchange = Exchange()
     for rank in (1, 2, 3):
         exchange.see(rank, Wanted.VALUES, 0)
@@ -201,7 +201,7 @@ def test_a_hurried_member_has_four_round_trips_to_open_its_stream(rtt_s: float, 
     assert limits.stream_s(2, rtt_s) == pytest.approx(limit_s)
 
 
-def test_who_has_not_voted_is_asked_and_the_accused_at_once() -> None:
+def test_a_member_without_a_vote_is_asked_and_an_accused_one_at_once() -> None:
     votes = VoteTimes()
     assert votes.to_ask([1, 2], [], 100.0) == [], "nobody has voted"
     votes.begin(100.0)
@@ -210,7 +210,7 @@ def test_who_has_not_voted_is_asked_and_the_accused_at_once() -> None:
     assert votes.to_ask([1, 2], [2], 102.25) == [2]
 
 
-def test_who_sent_nothing_has_little_time_for_its_vote_once_it_alone_is_waited_for() -> None:
+def test_a_member_that_sent_nothing_has_little_time_for_its_vote_once_it_is_the_last() -> None:
     votes = VoteTimes()
     assert not votes.have_stalled([2], 1.0)
     assert not votes.have_stalled([], 2.0)

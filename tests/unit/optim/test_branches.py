@@ -51,7 +51,7 @@ def deciding(**known: Any) -> str:
     return ", ".join(electorate.value for electorate in electorates(Known(**known)))
 
 
-def test_who_decides_follows_from_what_a_peer_knows() -> None:
+def test_the_deciding_peers_follow_from_what_a_peer_knows() -> None:
     some = frozenset({ANN})
     assert deciding(initial_peers=some) == "initial peers"
     assert deciding() == "networks"

@@ -129,7 +129,7 @@ def test_an_update_that_raises_drops_only_samples_that_are_in_it(
         ({"is_left_out": True, "is_in_grid": True}, 0.5, DROPPED, IN_DOUBT),  # nobody knows all contributors
     ],
 )
-def test_what_becomes_of_samples_when_the_step_is_made(
+def test_each_kind_of_samples_has_its_fate_when_the_step_is_made(
     outcome: dict[str, bool], mean: float, counts: tuple[int, ...], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer()
@@ -151,7 +151,7 @@ def test_a_step_alone_uses_what_waits() -> None:
     assert trainer.counts == USED
 
 
-def test_what_is_left_out_of_two_steps_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_left_out_of_two_steps_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     trainer.batch()
     for _ in range(2):
