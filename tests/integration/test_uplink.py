@@ -15,7 +15,7 @@ import torch
 
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, pace, uplink
+from manyhands.rpc import Endpoint, uplink
 from manyhands.transport import Stream, tcp
 from manyhands.transport.sealed_stream import SealedStream
 from tests.network import PATIENCE_S, endpoints
@@ -65,7 +65,7 @@ def pace_of(stream: Stream) -> int | None:
 
 def has_shown(endpoint: Endpoint, line: float) -> float:
     """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
-    endpoint.uplink._pace.add(pace.MonitorInterval(line, 0.0))
+    endpoint.uplink._pace.add(uplink.MonitorInterval(line, 0.0))
     paced = endpoint.uplink._pace.bytes_per_s
     assert paced is not None
     return paced

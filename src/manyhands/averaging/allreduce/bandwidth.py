@@ -1,7 +1,7 @@
 """Estimates this peer's upload bandwidth from its last rounds. Pure.
 
 On long links the operating system reports how fast each stream went while only the line held it up
-(:mod:`manyhands.rpc.backlog`). The estimate is the median of the last rounds: one odd round changes nothing, and a line
+(:mod:`manyhands.rpc.uplink`). The estimate is the median of the last rounds: one odd round changes nothing, and a line
 that became faster or slower is found in the second round.
 
 Where the system reports nothing, a round only shows what a peer can send at least. All peers of one round are judged by

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.rpc.backlog import MIN_BUSY_S, SETTLE_S, Backlog
+from manyhands.rpc.uplink import MIN_BUSY_S, RAMP_UP_S, Backlog
 from manyhands.transport.api import Delivery
 
 MB = 10**6
@@ -43,12 +43,12 @@ def test_streams_that_share_a_line_add_up() -> None:
     streams = Streams(1.0, 1.0, 1.0)
     streams.send(3.0, [5.0 * MB, 4.0 * MB, 3.0 * MB])
     assert streams.backlog.rate == pytest.approx(12 * MB)
-    assert streams.backlog.seconds == pytest.approx(3.0 - SETTLE_S, abs=1.5 * LOOK_S)
+    assert streams.backlog.seconds == pytest.approx(3.0 - RAMP_UP_S, abs=1.5 * LOOK_S)
 
 
 def test_the_beginning_of_streams_does_not_count_in_their_rate() -> None:
     streams = Streams(1.0, 1.0)
-    streams.send(SETTLE_S + LOOK_S, [0.1 * MB, 0.1 * MB])
+    streams.send(RAMP_UP_S + LOOK_S, [0.1 * MB, 0.1 * MB])
     streams.send(1.0, [6.0 * MB, 6.0 * MB])
     assert streams.backlog.rate == pytest.approx(12 * MB, rel=0.1)
 
@@ -86,7 +86,7 @@ def test_a_stream_that_comes_later_settles_first() -> None:
     streams = Streams(1.0)
     streams.send(1.2, [6.0 * MB])
     streams.sizes.append(1.0)
-    streams.send(SETTLE_S, [6.0 * MB, 0.1 * MB])
+    streams.send(RAMP_UP_S, [6.0 * MB, 0.1 * MB])
     streams.send(2.0, [6.0 * MB, 6.0 * MB])
     assert streams.backlog.rate == pytest.approx(12 * MB, rel=0.1)
 
@@ -100,7 +100,7 @@ def test_the_rate_of_a_closed_stream_counts() -> None:
 
 def test_a_short_time_gives_no_rate() -> None:
     streams = Streams(1.0)
-    streams.send(SETTLE_S + MIN_BUSY_S / 2, [12.0 * MB])
+    streams.send(RAMP_UP_S + MIN_BUSY_S / 2, [12.0 * MB])
     assert streams.backlog.rate is None
     streams.send(2 * MIN_BUSY_S, [12.0 * MB])
     assert streams.backlog.rate == pytest.approx(12 * MB)

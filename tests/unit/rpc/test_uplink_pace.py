@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from manyhands.rpc.pace import MAX_PACE, IntervalSampler, MonitorInterval, Pace
+from manyhands.rpc.uplink import MAX_PACE, IntervalSampler, MonitorInterval, Pace
 from manyhands.transport.api import Delivery
 from tests.sweeps import few_of
 
