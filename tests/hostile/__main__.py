@@ -59,6 +59,9 @@ STEPS_OF_PERIOD = 12
 SAMPLES_PER_S = 960
 PATIENCE_S = 120.0
 
+MIN_UNNAMED = 0.9
+"""An attacker that leaves this share of the steps or more costs the run nothing that anybody could act on, and need not be
+named. With less its identity must be in the log of a trainer or the monitor."""
 MIN_SPEED = 0.8
 """Of the steps before, during and after the attack; with many more the batches would not be full."""
 MAX_BLOCK_S = 10.0
@@ -343,7 +346,9 @@ def failures_of(result: dict[str, Any]) -> list[str]:
         "a fork": result["forked"],
         "samples were lost": result["lost_share"] > MAX_LOST,
         "a process was lost": result["num_dead"] > 0,
-        "the attacker is not named": not result["attacker_named"] and result["attack"] not in {*UNSIGNED, FAULTS},
+        "the attacker is not named": not result["attacker_named"]
+        and result["during"] < MIN_UNNAMED * result["steps_per_s_before"]
+        and result["attack"] not in {*UNSIGNED, FAULTS},
         "the attacker gave up": not result["attacked_to_the_end"],
         "a dial to a local network": result["local_dials"] > 0,
         "many dials to a third party": result["third_party_dials"] > MAX_DIALS,

@@ -187,7 +187,7 @@ async def test_two_rounds_at_once_share_the_line() -> None:
 @pytest.mark.usefixtures("far")
 async def test_the_measured_rate_is_what_the_line_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's pace stands for the line."""
-    monkeypatch.setattr(pace, "MIN_INTERVAL_S", 1.0)
+    monkeypatch.setattr(uplink, "MIN_INTERVAL_S", 1.0)
     monkeypatch.setattr(uplink, "MIN_FIRST_S", 1.0)
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
         with here.uplink.shared() as share:
