@@ -60,8 +60,8 @@ SAMPLES_PER_S = 960
 PATIENCE_S = 120.0
 
 MIN_UNNAMED = 0.9
-"""An attacker that leaves this share of the steps costs the run nothing that anybody could act on. With less its identity
-must be in the log of a trainer or the monitor."""
+"""An attacker that leaves this share of the steps costs nothing that anybody could act on. With less its identity must
+be in the log of a trainer or the monitor."""
 MIN_SPEED = 0.8
 """Of the steps before, during and after the attack; with many more the batches would not be full."""
 MAX_BLOCK_S = 10.0
