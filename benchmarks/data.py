@@ -74,7 +74,7 @@ FETCH = """
 import json, sys, time
 started = time.perf_counter()
 from pathlib import Path
-from manyhands.recipes.albert.data.stream import HostedData, ShardStream
+from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 stream = ShardStream(HostedData([sys.argv[1]], Path(sys.argv[2]), 10**15), "benchmark")
 stream.samples[len(stream.samples) // 2]
 first = time.perf_counter() - started

@@ -10,7 +10,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.messages import Group, Vote
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Exchange
-from manyhands.averaging.round.machine import Action, Event, Exchanged
+from manyhands.averaging.round.round_machine import Action, Event, Exchanged
 from manyhands.averaging.rounds import RoundRunner
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, has_charter_records, read_charters
 from manyhands.access.coordinator import Coordinator
-from manyhands.access.joining import JoiningPeer, follow_open, join_by, serve_charter
+from manyhands.access.run_joining import JoiningPeer, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.arguments import check_flags
 from manyhands.base.deadline import time_limit
@@ -155,7 +155,7 @@ class Presence:
     # runs with a charter
 
     async def join_run(self, ticket: Ticket, credential: bytes = b"", *, only_looks: bool = False) -> None:
-        """Join a run with a charter; see :func:`manyhands.access.joining.join_by`."""
+        """Join a run with a charter; see :func:`manyhands.access.run_joining.join_by`."""
         self._keep(await join_by(ticket, self._as_joining_peer(), credential, only_looks=only_looks))
 
     async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:

@@ -10,8 +10,7 @@ import msgspec
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ProtocolViolation
 from manyhands.dht.records import decode_value, encode_value
-from manyhands.monitor.credit import Credit, CreditedStep
-from manyhands.monitor.exchange import (
+from manyhands.monitor.coordinator_exchange import (
     HISTORY,
     HistoryRequest,
     HistoryResponse,
@@ -20,6 +19,7 @@ from manyhands.monitor.exchange import (
     ToldPoint,
     ToldStep,
 )
+from manyhands.monitor.credit import Credit, CreditedStep
 from manyhands.optim.metrics import AccountRecord, CommittedStep, RecentSteps
 from tests.fuzz.target import Target, decoded
 from tests.network import identity_of

@@ -19,8 +19,8 @@ from manyhands.reach.messages import (
     ExamineResponse,
 )
 from manyhands.rpc.announce import ANNOUNCE, Announcement, AnnounceResponse, seen_from_outside
-from manyhands.rpc.dial_back import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.dial_rules import may_dial
+from manyhands.rpc.dialled_back_streams import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from tests.fuzz.target import Target, decoded
 
 ADDRESSES = ["/ip4/203.0.113.7/tcp/31337", "/dns4/peer.example/tcp/1", "[::1]:7", "127.0.0.1:1"]

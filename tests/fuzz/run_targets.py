@@ -41,8 +41,8 @@ from manyhands.averaging.peer_records import PEER_RECORD, PeerRecord, SeenRecord
 from manyhands.averaging.presence import next_position
 from manyhands.averaging.roster import Roster, check_roster, lineage_of, next_place
 from manyhands.averaging.round.count import Count
-from manyhands.averaging.round.machine import Exchanged, Finish, Round, Told
-from manyhands.averaging.round.machine import State as RoundState
+from manyhands.averaging.round.round_machine import Exchanged, Finish, Round, Told
+from manyhands.averaging.round.round_machine import State as RoundState
 from manyhands.averaging.state.content import State, empty_content, sealed
 from manyhands.averaging.state.download import check_header, receive_header
 from manyhands.averaging.state.server import StateAnswer, StateRequest

@@ -19,10 +19,10 @@ from moto.server import ThreadedMotoServer
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert.data import archive, fetching, stream
+from manyhands.recipes.albert.data import archive, fetching, shard_stream
 from manyhands.recipes.albert.data.archive import unpacked
 from manyhands.recipes.albert.data.fetching import ExpectedFile, Fetcher, Mirrors, read_index
-from manyhands.recipes.albert.data.stream import HostedData, ShardStream
+from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, hosting, make_data
 
 with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def silent() -> Iterator[str]:
 def test_servers_that_are_silent_at_the_start_are_told_in_time(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
+    monkeypatch.setattr(shard_stream, "Patience", lambda: fetching.Patience(2.0))
     with silent() as one, silent() as other:
         if scheme == "s3":
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{one}")
@@ -191,7 +191,7 @@ def test_mirrors_are_not_asked_once_the_time_limit_is_used_up(tmp_path: Path) ->
 
 
 def test_a_mirror_that_is_silent_is_asked_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
+    monkeypatch.setattr(shard_stream, "Patience", lambda: fetching.Patience(2.0))
     with hosting(made / "data" / "shards") as dead, hosting(made / "data" / "shards") as host:
         dead.hangs_at = ("index", "tokenizer", "validation", "train")
         ShardStream(HostedData([dead.url, host.url], tmp_path, 10**9), "order").close()
@@ -202,7 +202,7 @@ def test_a_mirror_that_is_silent_is_asked_once(made: Path, tmp_path: Path, monke
 def test_a_server_that_goes_down_during_the_start_is_told_in_time(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_name: str
 ) -> None:
-    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
+    monkeypatch.setattr(shard_stream, "Patience", lambda: fetching.Patience(2.0))
     with hosting(made / "data" / "shards") as host, hosting(made / "data" / "shards") as mirror:
         for one in (host, mirror):
             one.hangs_at = (silent_name,)

@@ -9,8 +9,8 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerLost, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, dial_back
-from manyhands.rpc.dial_back import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
+from manyhands.rpc import Endpoint, dialled_back_streams
+from manyhands.rpc.dialled_back_streams import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
 from manyhands.transport import Stream
 from tests.network import ECHO, KINDS, LOOPBACK, Text, endpoints, serve_echo, until
 
@@ -149,7 +149,7 @@ async def test_a_client_that_does_not_dial_in_time_is_given_up(monkeypatch: pyte
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
-        monkeypatch.setattr(dial_back, "DIAL_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(dialled_back_streams, "DIAL_TIMEOUT_S", 0.2)
         client._book.reached_at = lambda peer_id: [LOOPBACK]  # type: ignore[method-assign]
         client._dial_back._reached_at = client._book.reached_at
         with pytest.raises(Unavailable):

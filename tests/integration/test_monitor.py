@@ -16,9 +16,9 @@ from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord,
 from manyhands.base.errors import Refused
 from manyhands.base.ticket import Ticket
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
-from manyhands.monitor.exchange import Exchange, named_peers
+from manyhands.monitor.coordinator_exchange import Exchange, named_peers
 from manyhands.monitor.history import History
+from manyhands.monitor.monitor_events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
 from manyhands.monitor.picture import Point
 from manyhands.optim.manifest import RunManifest, manifest_key
 from manyhands.optim.metrics import (

@@ -23,8 +23,8 @@ from manyhands.cli.main import run
 from manyhands.recipes.albert.data import fetching
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of, index_url, read_index
 from manyhands.recipes.albert.data.serving import application
+from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 from manyhands.recipes.albert.data.shards import Shard
-from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
 from tests.waiting import wait_until
 

@@ -17,7 +17,7 @@ import torch
 import manyhands
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.round.machine import Round
+from manyhands.averaging.round.round_machine import Round
 from manyhands.optim import ProgressConfig
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import JoinFailed
-from manyhands.dht.joining import MOST_WAIT_S
+from manyhands.dht.initial_peers import MOST_WAIT_S
 from manyhands.peer import Presence
 from manyhands.state_dir import StateDir
 from manyhands.testing import Host, World, at, between

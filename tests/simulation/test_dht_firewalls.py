@@ -11,10 +11,10 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
-from manyhands.dht.dial_back import DOUBTED_AFTER_S
 from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.messages import FIND, PING, STORE
+from manyhands.dht.reachability_check import DOUBTED_AFTER_S
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
 from manyhands.testing.network import SimListener

@@ -13,7 +13,7 @@ import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.round.machine import Round
+from manyhands.averaging.round.round_machine import Round
 from manyhands.base.errors import ManifestMismatch
 from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
 from manyhands.optim.step.replica import Replica

@@ -18,7 +18,7 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import Position
-from manyhands.averaging.round.machine import Round
+from manyhands.averaging.round.round_machine import Round
 from manyhands.optim.step.global_step import Statistics
 from manyhands.testing import Fault, at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together

@@ -16,10 +16,10 @@ from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
-from manyhands.monitor import exchange as exchange_module
-from manyhands.monitor.events import Happened, MonitorEvent
-from manyhands.monitor.exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
+from manyhands.monitor import coordinator_exchange as exchange_module
+from manyhands.monitor.coordinator_exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
+from manyhands.monitor.monitor_events import Happened, MonitorEvent
 from manyhands.monitor.picture import RunPicture
 from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.metrics import Failure

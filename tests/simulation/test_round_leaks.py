@@ -11,7 +11,7 @@ import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.round.exchange import Contribution, Exchange
-from manyhands.averaging.round.machine import Round
+from manyhands.averaging.round.round_machine import Round
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
 from tests.sweeps import few_of

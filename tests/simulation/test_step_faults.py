@@ -12,7 +12,7 @@ import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.round.machine import Round
+from manyhands.averaging.round.round_machine import Round
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica

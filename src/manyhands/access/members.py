@@ -62,7 +62,7 @@ OBSERVED_KIND = "heldout"
 
 
 class Members:
-    """Checks which peers may take part in a run: the :class:`manyhands.rpc.gate.Gate` of the run.
+    """Checks which peers may take part in a run: the :class:`manyhands.rpc.gate_protocol.Gate` of the run.
 
     Lives on the network thread. :meth:`watch` makes it the gate; :meth:`enter` also gets this peer a lease.
 
@@ -220,7 +220,7 @@ class Members:
         return asyncio.get_running_loop().time() - self._missed_at < 2 * self._config.retry_s
 
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
-        """Exchange leases with a peer, unless that was done; raises as :meth:`manyhands.rpc.gate.Gate.meet`."""
+        """Exchange leases with a peer, unless that was done; raises as :meth:`.gate_protocol.Gate.meet`."""
         if self.charter.is_open or peer_id in self._banned:
             return  # check() decides
         if self._own is None:

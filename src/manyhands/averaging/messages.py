@@ -264,7 +264,7 @@ class Accusation(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct):
-    """A member's report to the leader of its round, after each exchange (:mod:`manyhands.averaging.round.machine`).
+    """A member's report to the leader of its round, after each exchange (:mod:`.round.round_machine`).
 
     Attributes:
         exchange: which one, from 0.

@@ -98,7 +98,7 @@ def evaluate(
     if evaluation.text:
         check_text(evaluation.text)
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.data.stream import fetch_index
+        from manyhands.recipes.albert.data.shard_stream import fetch_index
 
         fetch_index(given["dataset_url"])
     emit = output.begin()

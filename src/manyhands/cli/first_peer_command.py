@@ -21,7 +21,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.taking_part import Start, own_folder
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import WebOptions, page_beside
-from manyhands.monitor.events import Listening
+from manyhands.monitor.monitor_events import Listening
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)

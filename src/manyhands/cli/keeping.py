@@ -13,8 +13,8 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.options import Count
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
-from manyhands.monitor.events import MonitorEvent, StepMade
 from manyhands.monitor.hub import HubUploads, checked_repo
+from manyhands.monitor.monitor_events import MonitorEvent, StepMade
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,9 @@ from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
-from manyhands.monitor.events import Listening, MonitorEvent
 from manyhands.monitor.history import open_history
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
+from manyhands.monitor.monitor_events import Listening, MonitorEvent
 from manyhands.monitor.picture import Point, RunPicture
 from manyhands.monitor.web import MonitorSource
 from manyhands.monitor.web.address import url_of

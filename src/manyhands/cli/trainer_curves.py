@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.monitor.curves import TensorBoardSink
-from manyhands.recipes.albert.events import BatchDone, StepDone
+from manyhands.recipes.albert.trainer_events import BatchDone, StepDone
 
 
 class TrainerCurves:

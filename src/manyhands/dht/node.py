@@ -15,8 +15,8 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.holder_cache import HolderCache
+from manyhands.dht.initial_peers import InitialPeers
 from manyhands.dht.issuing import Issuer, check_key
-from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay

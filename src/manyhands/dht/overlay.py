@@ -17,11 +17,11 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.dial_back import DialBack
 from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
 from manyhands.dht.networks import network_of
+from manyhands.dht.reachability_check import DialBack
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method

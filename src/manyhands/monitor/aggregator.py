@@ -15,10 +15,10 @@ import msgspec
 from manyhands.averaging.peer_records import SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
+from manyhands.monitor.coordinator_exchange import Told
 from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
-from manyhands.monitor.events import Happened, StepMade
-from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
+from manyhands.monitor.monitor_events import Happened, StepMade
 from manyhands.monitor.peer_table import PeerTable, longest_silence_s, median_of
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.optim.metrics import AccountRecord, unpacked

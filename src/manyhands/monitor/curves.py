@@ -22,7 +22,7 @@ import msgspec
 
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.text import reason_of, shell_option
-from manyhands.monitor.events import HeldoutSeen, StepMade
+from manyhands.monitor.monitor_events import HeldoutSeen, StepMade
 from manyhands.runtime.exit_delay import delay_exit
 
 logger = logging.getLogger(__name__)

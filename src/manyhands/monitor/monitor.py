@@ -21,9 +21,9 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode
 from manyhands.monitor.aggregator import Aggregator, Look
-from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
-from manyhands.monitor.exchange import Exchange, named_peers
+from manyhands.monitor.coordinator_exchange import Exchange, named_peers
 from manyhands.monitor.history import History
+from manyhands.monitor.monitor_events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
@@ -105,7 +105,7 @@ class RunMonitor:
 
     Args:
         history: closed with the peer; by default one in memory.
-        on_event: called on the network thread with each :data:`manyhands.monitor.events.MonitorEvent`; must not block.
+        on_event: called on the network thread with each :data:`.monitor_events.MonitorEvent`; must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
         is_quiet: log only warnings, for a process that logs the progress of the run itself.
     Raises:

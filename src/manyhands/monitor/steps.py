@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from manyhands.base.identity import PeerId
-from manyhands.monitor.events import StepMade
+from manyhands.monitor.monitor_events import StepMade
 from manyhands.optim.metrics import MetricsRecord
 
 SETTLED_S = 1.0

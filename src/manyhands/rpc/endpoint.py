@@ -34,11 +34,11 @@ from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
-from manyhands.rpc.dial_back import DIAL_BACK, DIAL_BULK, DialBackStreams
 from manyhands.rpc.dial_rules import HeardDials
+from manyhands.rpc.dialled_back_streams import DIAL_BACK, DIAL_BULK, DialBackStreams
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
-from manyhands.rpc.gate import Gate
+from manyhands.rpc.gate_protocol import Gate
 from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.rate import Buckets
@@ -460,7 +460,7 @@ class Endpoint:
         """Open a separate stream for bulk data, over several connections if the round trip is long.
 
         A connected peer that is in client mode, or that announced addresses at which it is not reached, is asked to
-        dial back; see :mod:`manyhands.rpc.dial_back`.
+        dial back; see :mod:`manyhands.rpc.dialled_back_streams`.
 
         Args:
             size_bytes: about how much will be sent in either direction; small sizes use one connection.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manyhands.averaging.attendees import Attendees
-from manyhands.averaging.matchmaking.machine import (
+from manyhands.averaging.matchmaking.matchmaking_machine import (
     GONE,
     LATE,
     Abort,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.averaging.attendees import Attendees
-from manyhands.averaging.matchmaking.machine import (
+from manyhands.averaging.matchmaking.matchmaking_machine import (
     BEHIND,
     BUSY,
     GONE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from manyhands.averaging.messages import Accusation, Group, Verdict, VerdictQuery, Vote
-from manyhands.averaging.round.machine import (
+from manyhands.averaging.round.round_machine import (
     Action,
     Ask,
     BeginExchange,

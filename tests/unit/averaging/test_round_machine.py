@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Accusation, Again, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
-from manyhands.averaging.round.machine import (
+from manyhands.averaging.round.round_machine import (
     Ask,
     AskOthers,
     BeginExchange,

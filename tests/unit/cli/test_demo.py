@@ -12,8 +12,8 @@ from rich.console import Console
 from manyhands.cli.demo.tally import Tally, TrainerTally
 from manyhands.cli.demo.view import TABLE_WIDTH, DemoView, card_of
 from manyhands.cli.output.live_view import console_of
-from manyhands.monitor.events import ProgressMade
-from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
+from manyhands.monitor.monitor_events import ProgressMade
+from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Finished, Joined, StepDone
 
 
 def counts(computed: int, used: int, aborted: int = 0) -> Counts:

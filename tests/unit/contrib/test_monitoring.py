@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from manyhands.monitor.picture import PeerRow, Point, RunPicture
-from manyhands.monitor.web.metrics import as_metrics
+from manyhands.monitor.web.prometheus import as_metrics
 from tests.unit.contrib.commands import CONTRIB, ROOT
 from tests.unit.contrib.metric_names import METRICS
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.dht.dial_back import (
+from manyhands.dht.reachability_check import (
     AT_ONCE,
     DOUBTED_AFTER_S,
     FIRST_WAIT_S,

@@ -8,10 +8,10 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.monitor.aggregator import Aggregator, Look
+from manyhands.monitor.coordinator_exchange import Told, ToldPoint
 from manyhands.monitor.credit import PATIENCE_S
-from manyhands.monitor.events import StepMade
-from manyhands.monitor.exchange import Told, ToldPoint
 from manyhands.monitor.history import History, open_history
+from manyhands.monitor.monitor_events import StepMade
 from manyhands.monitor.picture import Point, RunEvent
 from manyhands.monitor.steps import sum_up
 from manyhands.optim.metrics import AccountRecord, MetricsRecord

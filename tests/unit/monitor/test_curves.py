@@ -14,7 +14,7 @@ import pytest
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.monitor import curves
 from manyhands.monitor.curves import CurvePoint, Curves, Sink, TensorBoardSink, TrackioSink, WandbSink
-from manyhands.monitor.events import HeldoutSeen, Listening, StepMade
+from manyhands.monitor.monitor_events import HeldoutSeen, Listening, StepMade
 from tests.unit.monitor.curve_files import tensorboard_points, trackio_points, wandb_points
 
 EVENTS = [
@@ -98,7 +98,7 @@ WITH_TRACKIO = """
 import logging, sys
 from manyhands.monitor import curves
 from manyhands.monitor.curves import Curves, TrackioSink
-from manyhands.monitor.events import HeldoutSeen, StepMade
+from manyhands.monitor.monitor_events import HeldoutSeen, StepMade
 logging.basicConfig(format="%(message)s")
 logging.getLogger("manyhands").setLevel(logging.INFO)
 curves.CLOSE_TIMEOUT_S = 50.0  # imports of a machine that has much else to do
@@ -209,7 +209,7 @@ from pathlib import Path
 import manyhands.cli.monitor_command
 from manyhands.monitor import curves
 from manyhands.monitor.curves import Curves, TensorBoardSink, WandbSink
-from manyhands.monitor.events import StepMade
+from manyhands.monitor.monitor_events import StepMade
 curves.CLOSE_TIMEOUT_S = curves.FINISH_TIMEOUT_S = 50.0  # imports of a machine that has much else to do
 drawn = Curves({"wandb": WandbSink("demo", "run", "offline"), "TensorBoard": TensorBoardSink(Path("curves"), "run")})
 drawn.add(StepMade(7, 4.5, 3, 256, 12.5))

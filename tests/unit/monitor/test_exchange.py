@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.monitor.exchange import HistoryResponse, named_peers
+from manyhands.monitor.coordinator_exchange import HistoryResponse, named_peers
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 
 from manyhands.cli.main import run
 from manyhands.cli.output.event_file import EventWriter
-from manyhands.monitor.events import HeldoutSeen, Listening, ProgressMade, StepMade
 from manyhands.monitor.history import History, history_path
+from manyhands.monitor.monitor_events import HeldoutSeen, Listening, ProgressMade, StepMade
 from manyhands.monitor.picture import Point
 from manyhands.monitor.plot import MAX_POINTS, Curve, labels_of, read
-from manyhands.recipes.albert.events import BatchDone, Counts, Evaluated, Finished, StepDone
+from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Evaluated, Finished, StepDone
 
 COUNTS = Counts(0, 0, 0, 0, 0, 0)
 

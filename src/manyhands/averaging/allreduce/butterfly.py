@@ -7,7 +7,7 @@ different vector is detected before its values count. A reducer adds in the orde
 depend on timing. It encodes each mean once, and all members, the reducer included, decode the same bytes.
 
 A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
-and its own span is missing. Then all is exchanged again without it (:mod:`manyhands.averaging.round.machine`).
+and its own span is missing. Then all is exchanged again without it (:mod:`manyhands.averaging.round.round_machine`).
 
 Arithmetic on more than a few values runs off the event loop, so that calls from other peers need not wait for it.
 

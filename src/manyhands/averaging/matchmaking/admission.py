@@ -9,7 +9,7 @@ import msgspec
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
 from manyhands.averaging.config import AUTO
 from manyhands.averaging.grid.seats import MAX_AXES
-from manyhands.averaging.matchmaking.machine import (
+from manyhands.averaging.matchmaking.matchmaking_machine import (
     BARRED,
     BEHIND,
     OTHER_MANIFEST,

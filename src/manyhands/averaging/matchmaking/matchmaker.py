@@ -1,4 +1,6 @@
-"""Carries out what :mod:`.machine` decides: calls of other peers, and answers to theirs. It decides nothing itself.
+"""Carries out what :mod:`.matchmaking_machine` decides: calls of other peers, and answers to theirs.
+
+It decides nothing itself.
 
 ::
 
@@ -22,9 +24,9 @@ import msgspec
 
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking import machine
+from manyhands.averaging.matchmaking import matchmaking_machine
 from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
-from manyhands.averaging.matchmaking.machine import Action, Event, Matchmaking, Stage
+from manyhands.averaging.matchmaking.matchmaking_machine import Action, Event, Matchmaking, Stage
 from manyhands.averaging.messages import (
     BLAMED,
     CALL,
@@ -134,16 +136,16 @@ class Matchmaker:
         self._found, is_broken_off = found, True
         try:
             patience_s = self._config.matchmaking_time_s if gather_s is None else gather_s
-            self._on(machine.Due(self._own, patience_s, self._ends_at))
+            self._on(matchmaking_machine.Due(self._own, patience_s, self._ends_at))
             group = await found
             is_broken_off = False
             return group
         finally:
             self._found, self._ended_at = None, self._loop.time()
             if not found.done() or found.cancelled():
-                self._on(machine.Ended())
+                self._on(matchmaking_machine.Ended())
             elif is_broken_off and found.exception() is None:
-                self._on(machine.RoundOver(found.result().leader, is_committed=False))
+                self._on(matchmaking_machine.RoundOver(found.result().leader, is_committed=False))
             found.cancel()
             self._stop_asking()
 
@@ -152,11 +154,11 @@ class Matchmaker:
         others = {member.peer_id for member in group.members} - {self._endpoint.peer_id}
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
-        self._on(machine.RoundOver(group.leader, is_committed))
+        self._on(matchmaking_machine.RoundOver(group.leader, is_committed))
 
     def pass_over(self, leader: PeerId) -> None:
         """The round of a leader gave this peer no result: ask another one for the next attempt."""
-        self._on(machine.RoundOver(leader, is_committed=False))
+        self._on(matchmaking_machine.RoundOver(leader, is_committed=False))
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
@@ -187,23 +189,23 @@ class Matchmaker:
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case machine.Ask(leader, patience_s):
+                case matchmaking_machine.Ask(leader, patience_s):
                     self._stop_asking()
                     self._asking = self._tasks.spawn(self._ask(leader, patience_s), name=f"asking {leader}")
-                case machine.Check(leader):
+                case matchmaking_machine.Check(leader):
                     self._tasks.spawn(self._check(leader), name=f"looking for {leader}")
-                case machine.Call(peer_id):
+                case matchmaking_machine.Call(peer_id):
                     self._tasks.spawn(self._call(peer_id), name=f"calling {peer_id}")
-                case machine.CallLoop():
+                case matchmaking_machine.CallLoop():
                     self._meeting.call_to_round()
-                case machine.SendOn(peers, leader):
+                case matchmaking_machine.SendOn(peers, leader):
                     response = JoinResponse(leader=leader, leader_addresses=self._addresses_of(leader))
                     for peer_id in peers:
                         _end(self._waiting.get(peer_id), response)
-                case machine.Refuse(peers, code, reason):
+                case matchmaking_machine.Refuse(peers, code, reason):
                     for peer_id in peers:
                         _end(self._waiting.get(peer_id), Refused(self._endpoint.peer_id, code, reason))
-                case machine.Close(members, late, missing):
+                case matchmaking_machine.Close(members, late, missing):
                     for peer_id in missing:
                         logger.info("peer %s did not come to the round in time", peer_id)
                         self._meeting.report_missing(peer_id)
@@ -211,9 +213,9 @@ class Matchmaker:
                     for member in members:
                         _end(self._waiting.get(member.peer_id), JoinResponse(group))
                     self._finish(group)
-                case machine.Missing(peer_id):
+                case matchmaking_machine.Missing(peer_id):
                     self._meeting.report_missing(peer_id)
-                case machine.Abort(reason, blamed, is_nobody_there):
+                case matchmaking_machine.Abort(reason, blamed, is_nobody_there):
                     self._stop_asking()
                     self._finish(NobodyThere(reason) if is_nobody_there else RoundAborted(reason, list(blamed)))
 
@@ -232,7 +234,7 @@ class Matchmaker:
                 self._news.clear()
                 left_s = self._machine.wake_at - self._loop.time()
                 await wait_at_most(self._news, min(max(left_s, 0.0), LOOK_S))
-                self._on(machine.Looked())
+                self._on(matchmaking_machine.Looked())
         finally:
             self._looking = None
 
@@ -240,7 +242,7 @@ class Matchmaker:
         """Stop waiting for a peer whose connection broke."""
         if peer_id in self._meeting.attendees().expected:
             self._meeting.report_missing(peer_id)
-        self._on(machine.Withdrew(peer_id))
+        self._on(matchmaking_machine.Withdrew(peer_id))
 
     def _group(self, members: Sequence[Member], late: int) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
@@ -289,22 +291,22 @@ class Matchmaker:
             if response.group is not None:
                 fault = fault_of(response.group, leader, own, position, self._config.codec)
                 if fault is not None:
-                    self._failed(leader, machine.GONE, fault)
+                    self._failed(leader, matchmaking_machine.GONE, fault)
                 else:
                     self._asking = None
-                    self._on(machine.Formed())
+                    self._on(matchmaking_machine.Formed())
                     self._finish(response.group)
             elif response.leader:
                 self._asking = None
                 self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
-                self._on(machine.SentOn(response.leader))
+                self._on(matchmaking_machine.SentOn(response.leader))
             else:
-                self._failed(leader, machine.LATE, f"peer {leader} gives this one no place")
+                self._failed(leader, matchmaking_machine.LATE, f"peer {leader} gives this one no place")
 
     def _failed(self, leader: PeerId, code: str, reason: str) -> None:
         logger.info("peer %s cannot lead this round: %s", leader, reason)
         self._asking = None
-        self._on(machine.Failed(leader, code, reason))
+        self._on(matchmaking_machine.Failed(leader, code, reason))
 
     def _reach_all(self) -> None:
         """Find out at once which hosts cannot be reached, where the leader is one that this peer has to dial."""
@@ -317,7 +319,7 @@ class Matchmaker:
         try:
             await self._endpoint.ping(peer_id, DIAL_S)
         except Unavailable as error:
-            self._call_failed(peer_id, machine.GONE, str(error))
+            self._call_failed(peer_id, matchmaking_machine.GONE, str(error))
         except PeerError:
             pass  # it answers
         finally:
@@ -329,7 +331,7 @@ class Matchmaker:
         except (Unavailable, PeerError) as error:
             if self.follows(leader):
                 self._stop_asking()
-                self._failed(leader, machine.GONE, str(error))
+                self._failed(leader, matchmaking_machine.GONE, str(error))
 
     async def _call(self, peer_id: PeerId) -> None:
         request = CallRequest(self._run_fingerprint, self._meeting.position())
@@ -340,11 +342,11 @@ class Matchmaker:
         else:
             if response.leader and response.leader != self._endpoint.peer_id:
                 self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
-            self._on(machine.Follows(peer_id, response.leader or None))
+            self._on(matchmaking_machine.Follows(peer_id, response.leader or None))
 
     def _call_failed(self, peer_id: PeerId, code: str, reason: str) -> None:
         logger.info("peer %s does not come to this round: %s", peer_id, reason)
-        self._on(machine.CallFailed(peer_id, code, reason))
+        self._on(matchmaking_machine.CallFailed(peer_id, code, reason))
 
     # what others ask
 
@@ -362,13 +364,13 @@ class Matchmaker:
         is_grid = bool(who.position.group_key)
         size = self._config.max_group_size if is_grid else math.inf  # only groups of a grid are ever full
         try:
-            self._on(machine.Asked(request.member, request.patience_s, size))
+            self._on(matchmaking_machine.Asked(request.member, request.patience_s, size))
             return await answer
         finally:
             if self._waiting.get(remote) is answer:
                 del self._waiting[remote]
                 if not answer.done() or answer.cancelled():
-                    self._on(machine.Withdrew(remote))
+                    self._on(matchmaking_machine.Withdrew(remote))
             answer.cancel()
 
     async def _on_call(self, remote: PeerId, request: CallRequest) -> CallResponse:
@@ -377,7 +379,7 @@ class Matchmaker:
         check_call(self._endpoint.peer_id, self._run_fingerprint, here, request)
         if request.position != here:
             return CallResponse()
-        self._on(machine.Called(remote))
+        self._on(matchmaking_machine.Called(remote))
         leader = self._machine.follows
         if leader in (None, remote) or self._machine.stage is Stage.GROUPED:
             return CallResponse()
@@ -400,7 +402,7 @@ def _code_and_reason(error: Unavailable | PeerError) -> tuple[str, str]:
     """Why a peer that was called gives no answer, as the machine reads it."""
     if isinstance(error, Refused):
         return error.code, error.message
-    return machine.LATE if isinstance(error, Timeout) else machine.GONE, str(error)
+    return matchmaking_machine.LATE if isinstance(error, Timeout) else matchmaking_machine.GONE, str(error)
 
 
 def _end(answer: asyncio.Future[JoinResponse] | None, result: JoinResponse | Refused) -> None:

@@ -1,6 +1,6 @@
 """How the leader of a group decides its round: votes go in, a decision comes out. Pure.
 
-Only the leader counts votes, so only one peer can decide, once for each exchange (:mod:`.machine`):
+Only the leader counts votes, so only one peer can decide, once for each exchange (:mod:`.round_machine`):
 
 ==========================================================  ========================================================
 votes of the exchange                                       decision

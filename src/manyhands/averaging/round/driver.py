@@ -1,4 +1,4 @@
-"""Carries out what :mod:`.machine` decides in one round: calls, streams, timers. It decides nothing itself.
+"""Carries out what :mod:`.round_machine` decides in one round: calls, streams, timers. It decides nothing itself.
 
 :class:`Answers` takes the calls of other members, and passes them to the round that they are about.
 
@@ -33,9 +33,9 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.round import machine
+from manyhands.averaging.round import round_machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
-from manyhands.averaging.round.machine import Action, Event, Round
+from manyhands.averaging.round.round_machine import Action, Event, Round
 from manyhands.averaging.round.times import RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, LOOK_S
@@ -125,7 +125,7 @@ class RoundDriver:
 
     def give_up(self, reason: str) -> None:
         """End the round for this member; a leader decides at once, by the votes that are there."""
-        self._on(machine.GaveUp(reason))
+        self._on(round_machine.GaveUp(reason))
 
     # what the others ask
 
@@ -138,7 +138,7 @@ class RoundDriver:
         """Count the vote of another member, as the leader."""
         if not vote.digests and vote.exchange == self.machine.exchange:
             self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
-        self._on(machine.Voted(rank, vote))
+        self._on(round_machine.Voted(rank, vote))
 
     # the machine
 
@@ -149,25 +149,25 @@ class RoundDriver:
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case machine.BeginExchange(number, members):
+                case round_machine.BeginExchange(number, members):
                     self._stop_exchange()
                     exchange = Exchange(
                         self._endpoint, self._partners, self._contribution, self._times, number, members
                     )
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
-                case machine.StopExchange():
+                case round_machine.StopExchange():
                     self._stop_exchange()
                     self._wait_for_others()
-                case machine.SendVote(vote):
+                case round_machine.SendVote(vote):
                     self._tasks.spawn(self._send(vote), name="voting")
-                case machine.Ask(rank):
+                case round_machine.Ask(rank):
                     self._tasks.spawn(self._ask(rank), name="asking a member whether it is there")
-                case machine.AskOthers():
+                case round_machine.AskOthers():
                     self._tasks.spawn(self._ask_others(), name="asking the others how it ended")
-                case machine.Forget(ranks):
+                case round_machine.Forget(ranks):
                     for rank in ranks:
                         self._partners.lose(self.group.members[rank].peer_id)
-                case machine.Finish(verdict):
+                case round_machine.Finish(verdict):
                     self._count_time()
                     if not self._over.done():
                         self._over.set_result(verdict)
@@ -175,7 +175,7 @@ class RoundDriver:
     def _on_lost(self, peer_id: PeerId) -> None:
         rank = self.group.rank_of(peer_id)
         if rank is not None and self.machine.count is not None:
-            self._on(machine.Lost(rank, f"{peer_id} was lost before it voted"))
+            self._on(round_machine.Lost(rank, f"{peer_id} was lost before it voted"))
 
     def _count_time(self) -> None:
         """Add the time since the last change to that of the exchange, or of the vote."""
@@ -203,7 +203,7 @@ class RoundDriver:
         self._count_time()
         self._exchanging = None
         self._wait_for_others()
-        self._on(machine.Exchanged(vote))
+        self._on(round_machine.Exchanged(vote))
 
     def _stop_exchange(self) -> None:
         self._count_time()
@@ -219,13 +219,13 @@ class RoundDriver:
             seconds, what = self._times.left_s(self._loop.time()), "vote"
         else:
             seconds, what = self._times.verdict_s, "answer"
-        over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
+        over = round_machine.TimeOver(f"no {what} within {seconds:.3g} s")
         self._timer = self._loop.call_later(seconds, self._on, over)
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._on(machine.Looked())
+            self._on(round_machine.Looked())
 
     # calls of others
 
@@ -237,7 +237,7 @@ class RoundDriver:
             before = query.exchange, query.num_lost
             if (answer := await self._call_leader(ASK_VERDICT, query, self._times.question_s)) is None:
                 return
-            self._on(machine.Told(state.leader, answer))
+            self._on(round_machine.Told(state.leader, answer))
             if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
                 await asyncio.sleep(LOOK_S)
 
@@ -262,7 +262,7 @@ class RoundDriver:
                 await self._endpoint.ping(leader, self._answer_s(self.machine.leader))
             except (Unavailable, PeerError):
                 break
-        self._on(machine.Lost(self.machine.leader, reason))
+        self._on(round_machine.Lost(self.machine.leader, reason))
         return None
 
     def _answer_s(self, rank: int) -> float:
@@ -274,10 +274,10 @@ class RoundDriver:
         try:
             answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
-            self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
+            self._on(round_machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
             return
         if not answer.is_in:
-            self._on(machine.Lost(rank, f"{peer_id} is in another round, or in none"))
+            self._on(round_machine.Lost(rank, f"{peer_id} is in another round, or in none"))
 
     async def _ask_others(self) -> None:
         """In doubt: each other member answers when it knows the verdict, or has lost the leader too."""
@@ -286,7 +286,7 @@ class RoundDriver:
         asking = [self._tasks.spawn(self._ask_how_it_ended(rank), name="asking how it ended") for rank in others]
         if asking:
             await asyncio.wait(asking, timeout=self._times.in_doubt_s)
-        self._on(machine.NobodyKnows())
+        self._on(round_machine.NobodyKnows())
 
     async def _ask_how_it_ended(self, rank: int) -> None:
         peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
@@ -295,7 +295,7 @@ class RoundDriver:
         except (Unavailable, PeerError) as error:
             logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
         else:
-            self._on(machine.Told(rank, answer))
+            self._on(round_machine.Told(rank, answer))
 
 
 class Answers:

@@ -18,8 +18,8 @@ from manyhands.cli.failing import CommandFailed
 from manyhands.cli.options import Count
 from manyhands.cli.output.event_file import EventFollower
 from manyhands.cli.web_page import WebOptions
-from manyhands.monitor.events import MonitorEvent
-from manyhands.recipes.albert.events import TrainerEvent
+from manyhands.monitor.monitor_events import MonitorEvent
+from manyhands.recipes.albert.trainer_events import TrainerEvent
 
 RUN_ID = "demo"
 MONITOR_EVENTS = "monitor.jsonl"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from manyhands.monitor.events import Listening, MonitorEvent, ProgressMade
-from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
+from manyhands.monitor.monitor_events import Listening, MonitorEvent, ProgressMade
+from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 
 NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
 

@@ -22,11 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of, rough
 from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
-from manyhands.monitor.web.metrics import as_metrics
 from manyhands.monitor.web.page_files import TYPES, PageFiles
+from manyhands.monitor.web.prometheus import as_metrics
 from manyhands.monitor.web.source import Fill, Source
-from manyhands.monitor.web.stream import UpdateStream
 from manyhands.monitor.web.tables import as_csv
+from manyhands.monitor.web.update_stream import UpdateStream
 from manyhands.monitor.web.updates import head_of
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.monitor.events import Happened, MonitorEvent
 from manyhands.monitor.monitor import RunMonitor
+from manyhands.monitor.monitor_events import Happened, MonitorEvent
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
 

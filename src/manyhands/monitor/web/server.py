@@ -15,7 +15,7 @@ from manyhands.monitor.web.app import Api
 from manyhands.monitor.web.connections import BoundedProtocol
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
-from manyhands.monitor.web.stream import UpdateStream
+from manyhands.monitor.web.update_stream import UpdateStream
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.batches import heldout_batch
 from manyhands.recipes.albert.compute import SMALLER, Compute
-from manyhands.recipes.albert.events import Evaluated
 from manyhands.recipes.albert.heldout import scores_of
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.source import heldout_samples, place_of
 from manyhands.recipes.albert.state_follower import StateFollower
+from manyhands.recipes.albert.trainer_events import Evaluated
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 
 if TYPE_CHECKING:
-    from manyhands.recipes.albert.data.stream import HostedData, ShardStream
+    from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
     Raises:
         ConfigError: no shard can be fetched.
     """
-    from manyhands.recipes.albert.data.stream import ShardStream
+    from manyhands.recipes.albert.data.shard_stream import ShardStream
 
     return ShardStream(_open_hosted(recipe), f"{recipe.seed} {order}", position)
 
@@ -144,7 +144,7 @@ def streamed_samples(
 
 
 def _open_hosted(recipe: AlbertRecipe) -> HostedData:
-    from manyhands.recipes.albert.data.stream import HostedData, default_cache_dir
+    from manyhands.recipes.albert.data.shard_stream import HostedData, default_cache_dir
 
     cache_dir = recipe.cache_dir or default_cache_dir()
     logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
@@ -158,7 +158,7 @@ def _samples_of(
     data: HostedData,
     training: Sequence[Sample] | ShardStream,
 ) -> Samples:
-    from manyhands.recipes.albert.data.stream import check_index
+    from manyhands.recipes.albert.data.shard_stream import check_index
 
     check_index(data.index, run_id, recipe, tokenizer_digest(tokenizer))
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)

@@ -24,7 +24,6 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.run_data import RunData, data_of
 from manyhands.recipes.albert.data.samples import Samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json
-from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
@@ -32,6 +31,7 @@ from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
 from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
+from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 from manyhands.recipes.albert.trial import FittingBatchSize, timed
 from manyhands.training.report import AccountPublisher, report_step
 
@@ -49,7 +49,7 @@ class AlbertTrainer:
     """One peer that trains the recipe's model in a run.
 
     Args:
-        on_event: called with each :data:`manyhands.recipes.albert.events.TrainerEvent`.
+        on_event: called with each :data:`manyhands.recipes.albert.trainer_events.TrainerEvent`.
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
         data: of the run that is begun; by default that of ``recipe``.
         start_new: as for :class:`manyhands.Optimizer`.

@@ -13,8 +13,8 @@ import pytest
 from manyhands.base.errors import ConfigError
 from manyhands.cli.first_peer_command import StandingBy
 from manyhands.cli.output.event_file import EventFollower, EventWriter
-from manyhands.monitor.events import Listening, MonitorEvent
-from manyhands.recipes.albert.events import Counts, TrainerEvent
+from manyhands.monitor.monitor_events import Listening, MonitorEvent
+from manyhands.recipes.albert.trainer_events import Counts, TrainerEvent
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "events.md"
 

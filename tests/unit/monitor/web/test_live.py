@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.history import History
 from manyhands.monitor.monitor import RunMonitor
+from manyhands.monitor.monitor_events import Happened, StepMade
 from manyhands.monitor.picture import Point, RunEvent
 from manyhands.monitor.web import MonitorSource
 

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.monitor.picture import PeerRow, Point, RunPicture
 from manyhands.monitor.web.source import thinned
-from manyhands.monitor.web.stream import PIECE_BYTES, UpdateStream
+from manyhands.monitor.web.update_stream import PIECE_BYTES, UpdateStream
 from manyhands.monitor.web.updates import PEER_COLUMNS, PeersPart, parts_of
 from tests.synthetic_run import SyntheticRun
 

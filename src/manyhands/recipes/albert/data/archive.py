@@ -36,7 +36,7 @@ from manyhands.recipes.albert.data.fetching import (
     is_archive,
     no_data,
 )
-from manyhands.recipes.albert.data.stream import default_cache_dir
+from manyhands.recipes.albert.data.shard_stream import default_cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
         settings = open_prepared(given["dataset_path"], given.get("tokenizer")).settings()
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.data.stream import fetch_index
+        from manyhands.recipes.albert.data.shard_stream import fetch_index
 
         about = fetch_index(given["dataset_url"]).about
         settings = {"vocab_size": about.vocab_size, "seq_length": about.seq_length}
@@ -89,7 +89,7 @@ def check_given_data(run_id: str, given: Mapping[str, Any], recipe: AlbertRecipe
 
         open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, recipe, tokenizer)
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.data.stream import check_index, fetch_index
+        from manyhands.recipes.albert.data.shard_stream import check_index, fetch_index
 
         check_index(fetch_index(given["dataset_url"]), run_id, recipe, tokenizer)
     elif given.get("tokenizer") is not None:

@@ -56,7 +56,7 @@ def data_of(given: Mapping[str, Any]) -> RunData:
 
         return RunData(open_prepared(given["dataset_path"], given.get("tokenizer")).content_digest(), urls)
     if given.get("dataset_url"):
-        from manyhands.recipes.albert.data.stream import fetch_index
+        from manyhands.recipes.albert.data.shard_stream import fetch_index
 
         return RunData(fetch_index(tuple(given["dataset_url"])).about.content_digest(), urls)
     if given.get("text"):
