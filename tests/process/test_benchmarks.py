@@ -61,7 +61,7 @@ def test_the_benchmark_of_overlap_reports_its_figures(tmp_path: Path) -> None:
 def test_the_benchmark_of_codecs_reports_their_bits_speed_and_error(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--numel", "300000", "--repeats", "1", "--json", str(path)]
-    command = Command([str(BENCHMARKS / "codecs.py"), *arguments], module=None)
+    command = Command([str(BENCHMARKS / "codec_speed.py"), *arguments], module=None)
     try:
         assert command.wait() == 0, command.output
     finally:

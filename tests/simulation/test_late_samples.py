@@ -158,7 +158,7 @@ def test_with_a_delay_those_that_wait_together_are_dropped_once(from_s: float) -
 
 
 @pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])
-@pytest.mark.parametrize("phase", list(PHASES))
+@pytest.mark.parametrize("phase", few_of(PHASES))
 def test_a_peer_that_froze_in_a_phase_of_a_step_drops_only_samples_in_doubt(
     phase: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

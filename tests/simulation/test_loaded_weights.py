@@ -32,7 +32,7 @@ MODELS = {"float32": new_model, "bfloat16": half_model}
 in_each_mode_and_precision = pytest.mark.parametrize(
     ("options", "make"),
     [
-        pytest.param(options, make, id=f"{dtype}-{mode}")
+        pytest.param(options, make, id=f"{dtype}-{mode}", marks=[pytest.mark.sweep] if dtype == "bfloat16" else [])
         for dtype, make in MODELS.items()
         for mode, options in MODES.items()
         if (mode, dtype) != ("here", "bfloat16")  # AdamW in half precision

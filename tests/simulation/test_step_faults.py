@@ -78,7 +78,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", few_of(MODES))
 @pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", few_of(PHASES, 3))
 def test_the_others_learn_and_lose_no_sample_after_a_kill_in_any_phase(
     phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,8 +41,12 @@ def a_picture(*peers: PeerRow, **changes: object) -> RunPicture:
         "last": Point(time=NOW - 30, step=1234, loss=4.2, bytes_sent=12_300_000, learning_rate=0.00012),
         "peers": list(peers),
         "events": [
-            RunEvent(time=NOW - 12, kind="joined", text="bob joined"),
-            RunEvent(time=NOW - 700, kind="died", text="…000007 has not been heard of for 15 s"),
+            RunEvent(time=NOW - 12, kind="joined", text="bob has joined"),
+            RunEvent(
+                time=NOW - 700,
+                kind="died",
+                text="peer ...000007 has published nothing for a while, and is considered gone",
+            ),
         ],
     }  # fmt: skip
     return RunPicture(**(facts | changes))  # type: ignore[arg-type]
