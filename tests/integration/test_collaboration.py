@@ -29,6 +29,7 @@ from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from tests.machine import Machine
 from tests.phases import before_voting, change_first_vote, on_driver
+from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -262,7 +263,7 @@ def test_a_peer_that_leaves_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"delay": "gradients"}, {"local_steps": manyhands.LocalSteps()}],
+    few_of([{}, {"delay": "gradients"}, {"local_steps": manyhands.LocalSteps()}]),
     ids=["steps", "delay", "local steps"],
 )
 def test_a_peer_whose_program_has_lost_its_optimizer_is_not_waited_for(

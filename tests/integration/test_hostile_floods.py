@@ -22,6 +22,7 @@ from manyhands.rpc.frames import (
 )
 from tests.integration.siege import ATTACKER, KINDS, ended, request, siege
 from tests.network import identity_of, next_frame
+from tests.sweeps import few_of
 
 FLOODS: dict[str, list[Frame]] = {
     "pings": [Ping()],
@@ -38,7 +39,7 @@ FLOODS: dict[str, list[Frame]] = {
 
 
 @pytest.mark.parametrize("kind", ["tls"])
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("flood", few_of(FLOODS, 4))
 async def test_a_peer_serves_others_through_a_flood_of_small_frames(kind: str, flood: str) -> None:
     """As fast as they are taken; what is answered is read."""
     loop = asyncio.get_running_loop()

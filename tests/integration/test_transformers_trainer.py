@@ -19,6 +19,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
 from tests.schedule_free import ScheduleFreeAdamW
+from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
 TARGET = 24
@@ -312,7 +313,7 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
     assert max(losses_of(trainer).values()) < 6
 
 
-@pytest.mark.parametrize("in_one_process", [False, True])
+@pytest.mark.parametrize("in_one_process", few_of([False, True]))
 @pytest.mark.parametrize(
     "options",
     [
