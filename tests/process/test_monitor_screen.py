@@ -93,7 +93,7 @@ def test_ctrl_z_gives_the_terminal_back_until_the_process_goes_on() -> None:
         terminal.wait_until(re.escape(HOME), times=2)
         terminal.type(CTRL_Z)
         terminal.wait_for(lambda: terminal.is_stopped)
-        terminal.wait_for(lambda: terminal.screen.rindex(OFF) > terminal.screen.rindex(ON))
+        terminal.wait_for(lambda: terminal.screen.rfind(OFF) > terminal.screen.rfind(ON))
         assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
         terminal.send(signal.SIGCONT)
         terminal.wait_until(re.escape(ON), times=2)

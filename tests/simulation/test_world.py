@@ -29,7 +29,7 @@ class Kept(test_firewalled.Swarm):
         swarms.append(self)
 
 test_firewalled.Swarm = Kept
-test_firewalled.test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial()
+test_firewalled.test_a_late_helper_is_given_the_state_by_firewalled_peers()
 print("firewalled", swarms[0].world.trace.digest())
 """
 

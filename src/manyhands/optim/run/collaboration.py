@@ -21,7 +21,7 @@ from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
-from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S, STALL_S
+from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S, MOMENT_S, STALL_S
 from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
@@ -454,6 +454,8 @@ class Collaboration:
 
     async def missed_step(self) -> MissedStep | None:
         """The step that the run has made from here, if a peer has kept it; None if this peer must load the state."""
+        if self._state_donors:  # the others have gone on during the download, and maybe during the steps since
+            await self.tracker.look(MOMENT_S)
         if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
         members = self.local.roster.members  # any stranger may be at that position, and hold this peer up
