@@ -1,3 +1,23 @@
+"""Averages vectors among the peers of a run. Its rules are tables at the head of files without clocks or sockets:
+
+=====================================================  =================================================
+question                                               file
+=====================================================  =================================================
+who is a member, who leads, who is at fault            ``roster.py``
+who comes to a round                                   ``attendees.py``
+how a peer finds the group of its round                ``matchmaking/matchmaking_machine.py``
+how long it waits for others there                     ``matchmaking/patience.py``
+what one peer does in a round                          ``round/round_machine.py``
+how the leader decides a round                         ``round/count.py``
+when a member is asked, lost, or too slow              ``round/times.py``
+what a member may not send                             ``round/limits.py``
+how long anything takes at most                        ``timing.py``
+=====================================================  =================================================
+
+``allreduce/`` moves the vectors: ``butterfly.py`` is one member's exchange, ``reducer.py`` its own span of the mean. A
+mean goes from there through ``round/exchange.py``, ``round/driver.py`` and ``rounds.py`` to who asked for it.
+"""
+
 from manyhands.averaging.config import AveragingConfig
 
 __all__ = ["AveragingConfig"]

@@ -1,4 +1,19 @@
-"""The collaborative optimizer and its parts."""
+"""The collaborative optimizer and its parts. Its rules are tables at the head of files without clocks or sockets:
+
+====================================================  =================================================
+question                                              file
+====================================================  =================================================
+what a peer does after a batch                        ``run/run_machine.py``
+what its conditions mean                              ``run/tracker.py`` (``situation``)
+whom it believes about where the run is               ``run/belief.py``
+when its parameters differ from the others'           ``run/drift.py``
+how it gets to where the run is                       ``state/catching_up.py``
+what becomes of samples                               ``step/global_step.py``
+====================================================  =================================================
+
+``optimizer.py`` is what users call. The mean of a round goes from ``run/step_rounds.py`` through ``blocking_client.py``
+to ``step/global_step.py``, and ``step/replica.py`` gives it to the torch optimizer as the gradient.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ than have taken part
 anything else                                               abort
 ==========================================================  ========================================================
 
-The *voters* are the members of the run's roster; where there are none, all of the group. What guests hold and say does
-not count: identities are free, and as many of them as the run has members could stop every round else.
+The *voters* are the members of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
+the group. If they are not more than half of the roster, the round commits all the same, but changes no roster. What
+guests hold and say does not count: identities are free, and as many of them as the run has members could stop every
+round else.
 
 Two members do not hear each other if one accuses the other, or does not hold the same means of its span as most: a
 reducer that sends different means to different members is left out of the next exchange.

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 OUTSIZED = (
     "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
-    "this goes on, look at its loss and its data: from the second such step on, it gets no place in the next three"
+    "this goes on, look at its loss and its data: after some such steps it gets no place in the next three"
 )
 
 
