@@ -3,6 +3,20 @@
 All members compute the limits from the same numbers, in the group and in the records sent with the means. Only in the
 later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). Of two members neither is
 bounded.
+
+===========================  ===================================  ====================================================
+a member                     in this round                        after it
+===========================  ===================================  ====================================================
+has too large a weight       it counts as the limit               nothing
+(here, ``limited``)
+sends values that are not    the reducer leaves them out, and     its samples are dropped, and the leader accuses it
+finite (``SpanReducer``)     takes its norm for infinite          (``roster.py`` says what that does)
+has too large a norm (here,  all accuse it, nobody votes for the  the same
+``outsized``)                result, and the members exchange
+                             again without it (``count.py``)
+sends other sizes, or for    its streams end, and it is lost      it is absent from the reducers' parts, and so accused
+another round                                                     by them
+===========================  ===================================  ====================================================
 """
 
 from __future__ import annotations

@@ -106,9 +106,10 @@ class Situation:
         has_lost_run: this peer has no state, has seen a run that has one, and knows of nobody there any more.
         differs: its parameters are not those of the majority, and it has not tried to load these yet.
         is_near: the target is at most two batches away, and the peers are few enough to tell each other.
-        is_due: the target is reached, or another peer calls to the round.
+        is_due: the target is reached by the published samples; or another peer calls, and ``CALLED_SHARE`` of the
+            target is predicted.
         eta_s: predicted seconds until the target.
-        can_meet: a round could find another peer.
+        can_meet: another peer has called; or one is expected, and it or this one can be dialled.
         is_alone: waiting would bring no other peer to the step.
         newcomers: peers that load the state here.
         late_newcomers: those of them whose last download took longer than a step.
