@@ -40,11 +40,6 @@ class Link:
             delay_s += RETRANSMISSION_S
         return delay_s
 
-    @property
-    def is_passable(self) -> bool:
-        """Whether packets at its end are delivered."""
-        return not self.num_blocks
-
     def hold(self, arrive: Callable[..., None], *args: Any) -> None:
         """Keep a packet until the link is unblocked."""
         self._held.append((arrive, args))

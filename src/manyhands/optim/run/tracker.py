@@ -373,11 +373,6 @@ class ProgressTracker(ProgressReader):
         longest_s = max([seen.record.batch_s for seen in self.view.trainers.values()], default=0.0)
         return self.outlook.eta_s <= 2 * longest_s
 
-    def seconds_until(self, samples: int) -> float:
-        """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
-        missing, speed = samples - self.outlook.samples, self.outlook.samples_per_second
-        return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
-
     def call_to_round(self) -> None:
         """Another peer has begun a round here."""
         is_new, self.is_called = not self.is_called, True
