@@ -148,8 +148,8 @@ class RoundWorld:
         self.runners[host.name] = runner
         find_group = runner.matchmaker.find_group
 
-        async def find_and_note(*arguments: Any) -> Group:
-            group = await find_group(*arguments)
+        async def find_and_note(*arguments: Any, **options: Any) -> Group:
+            group = await find_group(*arguments, **options)
             self.group_sizes.setdefault(host.name, len(group.members))
             return group
 

@@ -27,8 +27,6 @@ MAX_SUM_WEIGHT = 2.0**52
 """The same for the mean of many, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
-BLAMED = 1
-"""Bytes per second that a member tells of itself after a round in which the others blamed it: no real link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
@@ -81,13 +79,21 @@ class Mark(enum.IntFlag):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member of a formed group: the samples behind its vector, and the bytes per second that it says it sends."""
+    """One member of a formed group.
+
+    Attributes:
+        weight: samples behind its vector.
+        bandwidth: bytes per second that it says it sends; 0 if it does not know.
+        may_reduce: false of a member that was blamed in its last round, and of guests while there is trouble: it owns a
+            span only if nobody else can.
+    """
 
     peer_id: PeerIdText
     addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
     weight: Weight
-    bandwidth: Bandwidth = 0  # unknown
+    bandwidth: Bandwidth = 0
+    may_reduce: bool = True
 
 
 class Group(msgspec.Struct, frozen=True, dict=True):
@@ -124,12 +130,12 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     def bandwidths(self, ranks: Collection[int]) -> list[int]:
         """Bytes per second of the reducers among the members of these ranks; the median where unknown.
 
-        It is 0 for the others. Clients never reduce, and blamed members do only if nobody else can.
+        It is 0 for the others. Clients never reduce, and members that should not do only if nobody else can.
         """
-        known = [member.bandwidth for member in self.members if member.bandwidth > BLAMED and not member.is_client]
+        known = [member.bandwidth for member in self.members if member.bandwidth and not member.is_client]
         usual = statistics.median_low(known) if known else 1
         able = {rank for rank in ranks if not self.members[rank].is_client}
-        able = {rank for rank in able if self.members[rank].bandwidth != BLAMED} or able
+        able = {rank for rank in able if self.members[rank].may_reduce} or able
         return [member.bandwidth or usual if rank in able else 0 for rank, member in enumerate(self.members)]
 
     def manifest(

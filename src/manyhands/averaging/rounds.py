@@ -235,7 +235,8 @@ class RoundRunner:
         started, timeout_s = self._loop.time(), self._left_s()
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self.matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
+                bandwidth, may_reduce = self._bandwidth.bandwidth, self._bandwidth.may_reduce
+                group = await self.matchmaker.find_group(weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:

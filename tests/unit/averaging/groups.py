@@ -25,6 +25,7 @@ def group_of(
     weights: Sequence[float] = (),
     clients: Sequence[int] = (),
     bandwidths: Sequence[int] = (),
+    not_reducing: Sequence[int] = (),
     min_span_numel: int = 1,
 ) -> Group:
     members = [
@@ -34,6 +35,7 @@ def group_of(
             rank in clients,
             weights[rank] if weights else 1.0,
             bandwidths[rank] if bandwidths else 0,
+            rank not in not_reducing,
         )
         for rank in range(num_members)
     ]

@@ -10,7 +10,6 @@ import pytest
 from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, NONE_FLOAT64
 from manyhands.averaging.config import AUTO, CODEC_NAMES, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec, fault_of
-from manyhands.averaging.messages import BLAMED
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 
@@ -21,7 +20,7 @@ from tests.unit.averaging.groups import group_of
         ([], [], "none"),
         ([0, 0], [math.inf], "none"),  # nothing is known yet
         ([10**9, 10**9], [0.0002], "none"),
-        ([10**9, BLAMED], [0.0002], "none"),
+        ([10**9, 0], [0.0002], "none"),
         ([10**9, 12_500_000], [0.0002], "int8"),  # 100 Mbit/s
         ([10**9, 10**9], [0.0002, 0.03], "int8"),
     ],

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import (
-    BLAMED,
     Group,
     JoinRequest,
     JoinResponse,
@@ -107,16 +106,18 @@ def test_a_huge_claimed_bandwidth_does_not_change_unknown_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "ranks", "counts"),
+    ("blamed", "told", "ranks", "counts"),
     [
-        ([BLAMED, 0, 0, 0], [0, 1, 2, 3], [0, 1, 1, 1]),
-        ([BLAMED, 0, 10**6, 0], [0, 1, 2, 3], [0, 10**6, 10**6, 10**6]),
-        ([BLAMED, BLAMED, BLAMED, 10], [0, 1, 2, 3], [0, 0, 0, 10]),
-        ([BLAMED, BLAMED, 10, 0], [0, 1], [BLAMED, BLAMED, 0, 0]),
+        ([0], [0, 0, 0, 0], [0, 1, 2, 3], [0, 1, 1, 1]),
+        ([0], [0, 0, 10**6, 0], [0, 1, 2, 3], [0, 10**6, 10**6, 10**6]),
+        ([0, 1, 2], [0, 20, 0, 10], [0, 1, 2, 3], [0, 0, 0, 10]),
+        ([0, 1], [0, 20, 10, 0], [0, 1], [10, 20, 0, 0]),
     ],
 )
-def test_a_blamed_member_reduces_only_if_nobody_else_can(told: list[int], ranks: list[int], counts: list[int]) -> None:
-    assert group_of(4, bandwidths=told).bandwidths(ranks) == counts
+def test_a_blamed_member_reduces_only_if_nobody_else_can(
+    blamed: list[int], told: list[int], ranks: list[int], counts: list[int]
+) -> None:
+    assert group_of(4, bandwidths=told, not_reducing=blamed).bandwidths(ranks) == counts
 
 
 def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:

@@ -16,7 +16,6 @@ from manyhands.averaging.allreduce.partition import (
     whole_units,
 )
 from manyhands.averaging.codecs import NONE, plan_of
-from manyhands.averaging.messages import BLAMED
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 
@@ -155,7 +154,7 @@ def test_one_reducer_of_many_members_holds_little_of_each(
 @pytest.mark.parametrize("num_members", [2, 3, 4])
 @pytest.mark.parametrize("bandwidth", [0, 10**6])
 def test_a_blamed_member_has_no_span_unless_the_others_are_gone(num_members: int, bandwidth: int) -> None:
-    group = group_of(num_members, bandwidths=[BLAMED, *[bandwidth] * (num_members - 1)])
+    group = group_of(num_members, bandwidths=[bandwidth] * num_members, not_reducing=[0])
     plan = plan_of([(10_000,)], NONE)
     assert Partition(group, range(num_members), plan).reducers == set(range(1, num_members))
     assert Partition(group, [0], plan).reducers == {0}

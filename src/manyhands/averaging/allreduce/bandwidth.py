@@ -15,7 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
+from manyhands.averaging.messages import MAX_BANDWIDTH
 
 MIN_BYTES = 1 << 20
 """With less to send, a round says nothing: it took as long as its messages."""
@@ -65,9 +65,13 @@ class RoundBandwidth:
 
     Args:
         declared: bytes per second, the first guess, which counts as one round; None if there is none.
+
+    Attributes:
+        may_reduce: the others did not blame this peer in its last round.
     """
 
     def __init__(self, declared: float | None) -> None:
+        self.may_reduce = True
         self._declared = [declared] if declared is not None else []
         self._latest = deque(self._declared, maxlen=NUM_ROUNDS)
 
@@ -85,10 +89,12 @@ class RoundBandwidth:
             rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
         """
         least = UNTESTED * num_bytes / max(seconds, EPSILON)
+        was_blamed = not self.may_reduce
+        self.may_reduce = True
         if rate is not None:
             self._latest.append(rate)
             return
-        if self.bandwidth == BLAMED:
+        if was_blamed:
             self._restart(*self._declared)
         if num_bytes >= MIN_BYTES and least > self.bandwidth:
             self._restart(least)
@@ -106,12 +112,14 @@ class RoundBandwidth:
         if num_bytes < MIN_BYTES:
             return None
         rate = num_bytes / max(seconds, EPSILON)
+        self.may_reduce = True
         self._restart(rate)
         return rate
 
     def lose_round(self) -> None:
         """End a round in which the others blamed this peer: it reduces nothing in the next one, if others can."""
-        self._restart(BLAMED)
+        self.may_reduce = False
+        self._restart()
 
     def _restart(self, *rates: float) -> None:
         self._latest.clear()

@@ -17,7 +17,7 @@ from manyhands.averaging.matchmaking.matchmaking_machine import (
     name_of,
     where_the_run_is,
 )
-from manyhands.averaging.messages import BLAMED, CallRequest, Group, JoinRequest, Member, Position
+from manyhands.averaging.messages import CallRequest, Group, JoinRequest, Member, Position
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import FAR_RTT_S
 from manyhands.base.errors import Refused
@@ -84,7 +84,9 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
         codec: this peer's setting.
     """
     rank = group.rank_of(own.peer_id)
-    named = None if rank is None else msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth)
+    named = None
+    if rank is not None:  # the leader may say that this peer should not reduce
+        named = msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth, may_reduce=own.may_reduce)
     ids = {member.peer_id for member in group.members}
     if (
         group.leader != leader
@@ -120,6 +122,6 @@ def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float
     """
     if setting != AUTO:
         return codec_named(setting)
-    is_slow = any(BLAMED < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
+    is_slow = any(0 < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
     is_far = any(FAR_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
     return INT8 if is_slow or is_far else NONE

@@ -28,7 +28,6 @@ from manyhands.averaging.matchmaking import matchmaking_machine
 from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
 from manyhands.averaging.matchmaking.matchmaking_machine import Action, Event, Matchmaking, Stage
 from manyhands.averaging.messages import (
-    BLAMED,
     CALL,
     JOIN,
     MAX_ADDRESSES,
@@ -116,7 +115,13 @@ class Matchmaker:
         await self._tasks.close()
 
     async def find_group(
-        self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
+        self,
+        weight: float,
+        bandwidth: int,
+        gather_s: float | None = None,
+        timeout_s: float = math.inf,
+        *,
+        may_reduce: bool = True,
     ) -> Group:
         """Wait for the group of the next round at this peer's position.
 
@@ -124,13 +129,16 @@ class Matchmaker:
             bandwidth: this peer's uplink in bytes per second; 0 if unknown.
             gather_s: how long to wait for the others, instead of ``matchmaking_time_s``.
             timeout_s: this peer's time for the round, including this search.
+            may_reduce: whether this peer should own a span.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
         if self._tasks.is_closed:
             raise RoundAborted("this peer leaves the run")
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        self._own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, float(weight), bandwidth)
+        self._own = Member(
+            self._endpoint.peer_id, addresses, self._endpoint.client_mode, float(weight), bandwidth, may_reduce
+        )
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
         self._found, is_broken_off = found, True
@@ -254,7 +262,7 @@ class Matchmaker:
             own_id,
             self._meeting.position(),
             [
-                msgspec.structs.replace(member, bandwidth=BLAMED) if rank in hurried else member
+                msgspec.structs.replace(member, bandwidth=0, may_reduce=False) if rank in hurried else member
                 for rank, member in enumerate(members)
             ],
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),

@@ -47,7 +47,7 @@ from typing import TypeAlias
 
 from manyhands.averaging.allreduce.butterfly import Wanted
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import BLAMED, Group
+from manyhands.averaging.messages import Group
 from manyhands.averaging.timing import (
     ANSWER_S,
     FOUR_ANSWERS_S,
@@ -115,7 +115,7 @@ class RoundTimes:
         """For an answer of a member, by the lowest known rate: that of its bytes, or the bandwidth of one of both."""
         members = self.group.members
         rates = bytes_per_s, members[self.rank].bandwidth, members[rank].bandwidth
-        slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
+        slowest = min((rate for rate in rates if rate), default=math.inf)
         return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
 
     def vote_s(self, now: float) -> float:
