@@ -111,8 +111,9 @@ def halves(num_many: int, num_few: int, healed_s: float, seed: int) -> Halves:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_many", "num_few", "last_step"), few_of([(7, 5, 13), (14, 10, 11)]))
+@pytest.mark.parametrize(("num_many", "num_few", "last_step"), few_of([(7, 5, 11), (14, 10, 11)]))
 def test_at_different_steps_the_part_that_is_further_wins(num_many: int, num_few: int, last_step: int) -> None:
+    """``last_step`` is one to which the larger part comes before the heal with any of eight seeds (12 to 18)."""
     parts = halves(num_many, num_few, 125.0, seed=4)
     parts.run(170.0, pause_at=(last_step, last_step - 1))
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
