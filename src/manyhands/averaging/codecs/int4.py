@@ -31,8 +31,8 @@ LARGEST_SCALE = 255 * 2.0**117
 class Int4(Codec):
     """Signed 4-bit quantization of blocks of 32 values.
 
-    Error: at most 0.134 of the largest magnitude in the block (a value of just this magnitude and the other sign),
-    0.067 of it for values of the same sign, and 2^-117.
+    Error: at most 0.134 of the largest magnitude in the block, plus 2^-117. This is reached by a value of the
+    same magnitude and the other sign; for values of the same sign it is 0.067 in place of 0.134.
     """
 
     name = "int4"
