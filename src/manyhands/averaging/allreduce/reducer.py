@@ -302,14 +302,14 @@ class SpanReducer:
         largest = max(present, key=self._weights.__getitem__)
         for rank in present:
             share = self._weights[rank] / total
-            add = self._plan.add_values
+            is_unencoded = rank == self._rank or self._is_exact
             if rank == self._rank:
                 values = own
             elif self._is_exact:
                 values = received[rank].view(own.dtype)
             else:
                 values = received[rank]
-                add = self._plan.add
+            add = self._plan.add_values if is_unencoded else self._plan.add
             with _blaming(rank):
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
             self._squares[rank] += square

@@ -1,4 +1,4 @@
-"""Determines which peers of a large swarm average together, round by round, as far as one of them knows. Pure.
+"""Computes which peers of a large swarm average together, round by round, from what one of them knows. Pure.
 
 Up to ``max_group_size`` peers are one group. A larger swarm forms a grid with a cell for each peer. A step has d
 rounds, one along each of the grid's d axes: peers whose coordinates differ only along the axis of the round are a
@@ -39,15 +39,15 @@ MAX_AXES = 16
 MAX_SIDE = 4096
 MAX_CELLS = 2**20
 SHRINK_BELOW = 0.25
-"""Share of the cells taken below which a new grid is made."""
+"""If less than this share of the cells is taken, a new grid is made."""
 RANDOM_UP_TO = 0.5
-"""Share of the cells taken up to which groups are drawn at random."""
+"""If at most this share of the cells is taken, groups are drawn at random."""
 GRID_ABOVE = 0.625
-"""Share of the cells taken above which groups are rows again; between the two they stay as they are."""
+"""If more than this share of the cells is taken, groups are rows again; between the shares they stay as they are."""
 ONE_GROUP_UP_TO = 0.75
-"""Share of ``max_group_size`` below which a grid becomes one group; above 1 one group becomes a grid."""
+"""A grid becomes one group if it has at most ``max_group_size`` peers times this share."""
 MAX_ROUNDS_AGO = 64
-"""Limit of the computation: a peer that was silent for more rounds takes a new cell."""
+"""A cell is computed for at most this many rounds: a peer whose seat is of an earlier round takes a new cell."""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_random_groups(self) -> int:
-        """Half of the cells then give groups as large as rows."""
+        """So many that groups are as large as rows when half of the cells are taken."""
         return max(1, self.num_cells // (2 * max(self.sides)))
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ def agreed_layout(named: Iterable[Layout]) -> Layout:
 
 
 def dealt_cells(layout: Layout, peers: Collection[str], round_number: int) -> dict[str, int]:
-    """A cell for each of the peers that lay out a new grid together; distinct as long as there are enough.
+    """A cell for each of the peers that lay out a new grid together; distinct if there are enough cells.
 
     The same set of peers gives the same cells.
     """
@@ -205,7 +205,7 @@ class Step:
 
     Attributes:
         cell: of this peer at the first round.
-        dealt: cells at the first round of peers that still have another layout, and must come to the same result.
+        dealt: cells at the first round, for peers whose records still name another layout; they compute the same.
     """
 
     first_round: int
@@ -309,7 +309,7 @@ def cell_at(said: Seat, round_number: int) -> int | None:
     return _moved(said.layout, said.cell, said.round_number, round_number)
 
 
-@functools.lru_cache(maxsize=8192)  # of each peer, at each look; its record stays for many looks
+@functools.lru_cache(maxsize=8192)  # asked for each peer at each look; its seat stays for many looks
 def _moved(layout: Layout, cell: int, since: int, until: int) -> int:
     for number in range(since, until):
         cell = next_cell(layout, cell, number)
