@@ -32,9 +32,9 @@ class Attendees:
     """Where and with whom a peer averages next, as far as it knows now.
 
     Attributes:
-        position: of the round.
+        position: position of the next round.
         expected: the other peers at this position that should come, and whether each is in client mode.
-        connected: those of them that are connected to this peer.
+        connected: the expected peers that are connected to this peer.
         is_client: whether this peer is in client mode.
         roster: the members of the run at this position; None where peers do not share one.
         batch_s: seconds in which most peers here compute a batch, and come to the round; 0 if they compute none.

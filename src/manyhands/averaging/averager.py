@@ -44,8 +44,9 @@ class RoundResult:
             and stop of each part, in elements of the vector of all tensors in order.
         num_bytes_sent, num_bytes_received: values exchanged with the other members, all attempts together.
         seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
-        num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
-            ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` its members.
+        num_rounds: rounds of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid.
+            There ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` are its
+            members.
         num_rounds_committed: how many of these committed; if not all, the tensors hold the mean of a part of the swarm.
         disagreement: in a grid, the distance between the peers after the step before: the root mean square distance
             from their mean, as a fraction of its size, by what they published. None if unknown, or without a grid.
@@ -265,7 +266,9 @@ def _check_timeout(timeout_s: object) -> None:
 
 
 def _result_of(outcome: StepOutcome) -> RoundResult:
-    meter, committed, reason = outcome.meter, outcome.committed, outcome.reason
+    meter = outcome.meter
+    committed = outcome.committed
+    reason = outcome.reason
     manifest = committed.manifest if committed is not None else None
     has_mean = committed is not None and committed.averaged_N is not None
     if committed is not None and not has_mean:

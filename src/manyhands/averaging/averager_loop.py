@@ -64,7 +64,7 @@ class AveragerLoop:
             ParameterSpec(f"tensor {number}", spec.shape, spec.dtype) for number, spec in enumerate(tensors.specs)
         ]
         self._kind = f"{run_id}.{STREAM_KIND}"  # the peer may serve an optimizer and other averagers as well
-        self._last_group: Sequence[PeerId] = ()  # of the last round that committed
+        self._last_group: Sequence[PeerId] = ()  # members of the last round that committed
 
     async def start(self) -> None:
         """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
@@ -72,7 +72,9 @@ class AveragerLoop:
         async with self._presence.leaving:
             pass  # wait for an averager to leave that was garbage-collected a moment ago
         await self._presence.check_run(self._run_id)
-        presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
+        presence = self._presence
+        codec = self._config.codec
+        max_group_size = self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
         self.tracker = PresenceTracker(
@@ -147,7 +149,8 @@ class AveragerLoop:
         if not running.cancelled():
             running.result()
         if outcome.committed is not None:
-            self._last_group, self.reached = outcome.committed.manifest.members, self.tracker.position()
+            self._last_group = outcome.committed.manifest.members
+            self.reached = self.tracker.position()
         elif is_late:
             outcome.reason = f"no round committed within {timeout_s:g} s; {outcome.reason or 'the last one went on'}"
         elif running.cancelled():

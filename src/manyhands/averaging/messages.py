@@ -187,7 +187,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
         marks: by rank; flags of :class:`Mark`.
-        digest: of the means as sent; see :func:`digest_of_all`.
+        digest: digest of the means as sent; see :func:`digest_of_all`.
         parts: the contributors to each part of the vector; empty if all members with a weight gave all parts.
         late: one of :class:`Late`.
     """
@@ -264,19 +264,19 @@ class CallResponse(msgspec.Struct, omit_defaults=True):
 
 
 class Accusation(msgspec.Struct, frozen=True):
-    """What a member reports about another one, by rank, or about itself."""
+    """A member's report about another member, or about itself, that it did wrong or did nothing."""
 
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False  # it sent forbidden data, rather than too little
-    is_stalled: bool = False  # it opened no stream, or sent nothing; else it may have given up the accuser before
+    is_stalled: bool = False  # it opened no stream, or sent nothing; else it may have given up the accuser first
 
 
 class Vote(msgspec.Struct):
     """A member's report to the leader of its round, after each exchange (:mod:`.round.round_machine`).
 
     Attributes:
-        exchange: which one, from 0.
+        exchange: number of the exchange, counted from 0.
         digests: BLAKE3 of the means of each member's span, by rank, as this member holds them; empty for members that
             reduce nothing. No digests at all if the member lacks a part of the result.
         parts: the contributors to the result that it holds, as in :class:`RoundManifest`.

@@ -43,12 +43,12 @@ MAX_WALL_TIME = 1e11
 
 
 class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a peer publishes about itself, under its own signature.
+    """The record that a peer publishes about itself, under its own signature.
 
     Fields with their default are not sent, so an optimizer sends none of an averager's fields, and the other way round.
 
     Attributes:
-        position: of the peer; the ``step`` of an averager is the number of its round.
+        position: the peer's position; the ``step`` of an averager is the number of its round.
         is_client: whether it cannot be dialled.
         ttl_s: lifetime of the record.
         seat: its place among the groups of a run that is too large for one.
@@ -191,7 +191,9 @@ class PeerRecords:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
-        now, own_id, sequences = asyncio.get_running_loop().time(), self._endpoint.peer_id, self._sequences
+        now = asyncio.get_running_loop().time()
+        own_id = self._endpoint.peer_id
+        sequences = self._sequences
         for subkey, stored in answer.items():
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
@@ -262,7 +264,7 @@ class PeerRecords:
         self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)
 
     def _record_to_publish(self) -> PeerRecord | None:
-        """What to publish now; None to publish nothing."""
+        """The record to publish now; None to publish nothing."""
         return msgspec.structs.replace(self.own, addresses=self._addresses())
 
     def _addresses(self) -> list[str]:

@@ -91,7 +91,7 @@ class PresenceTracker(PeerRecords):
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
         self._rng = rng
-        self._step: Step | None = None  # in a grid
+        self._step: Step | None = None  # only in a grid
         self.called = asyncio.Event()
         self._tasks = TaskOwner("presence")
 
@@ -240,7 +240,9 @@ class PresenceTracker(PeerRecords):
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read. Peers that left or are missing do not count."""
-        own, fitting, missing = order_of(self.own.position), self._fitting(), self.missing()
+        own = order_of(self.own.position)
+        fitting = self._fitting()
+        missing = self.missing()
         return any(
             order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers

@@ -42,8 +42,8 @@ Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS``
 
 A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
 not in the group, or a peer that should have led did not. Each recent troubled round halves the patience of all, and
-after several of them no guest becomes a member, whoever caused it. So many identities together cost a run no more than
-a few (``benchmarks/roster_attacks.py``).
+while there are several, no guest becomes a member, whoever caused them. So many identities together cost a run no more
+than a few do (``benchmarks/roster_attacks.py``).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attendance(msgspec.Struct, frozen=True):
-    """What a manifest says of the members of its group.
+    """The attendance of a committed round, as its manifest says.
 
     Attributes:
         group: the members of the group, each with whether it can lead.
@@ -199,7 +199,7 @@ class Roster(msgspec.Struct, frozen=True):
 
     Attributes:
         round: number of the last committed round.
-        troubled: of the last rounds, the newest first, whether there was trouble in each.
+        troubled: for each of the last rounds, the newest first, whether it was troubled.
         guests_late: likewise, whether any peer was waited for in vain.
         frozen: rounds in a row that changed no standing, as not more than half of the members took part.
         former: members that have left, the last ones at the end.
@@ -408,7 +408,7 @@ make_ready(Roster)
 
 
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
-    """At most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
+    """Keep at most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
 
     def order(peer_id: PeerId) -> tuple[bool, int, int, PeerId]:
         standing = standings[peer_id]

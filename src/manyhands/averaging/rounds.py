@@ -166,7 +166,7 @@ class RoundRunner:
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
                 aborted. An exception from it ends the round for this peer.
-            part: which of several vectors this is, if they take turns: each has an error feedback of its own.
+            part: number of this vector, if several vectors take turns: each has an error feedback of its own.
             norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
                 None if the members bring values of their own.
         Raises:
@@ -197,7 +197,8 @@ class RoundRunner:
                 await run_to_end(functools.partial(feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
-            seconds, available_s = self._loop.time() - formed_at, ends_at - formed_at
+            seconds = self._loop.time() - formed_at
+            available_s = ends_at - formed_at
             if driver.was_moving and is_pace_known(seconds, available_s) and not contribution.plan.passes_on:
                 num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
                 rate = self._bandwidth.end_slow_round(num_bytes, seconds)
@@ -218,7 +219,9 @@ class RoundRunner:
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
         """Say that the lines are too slow for a round, and what the next one takes or what to change."""
-        num_peers, setting, numel = len(group.members), self._config.codec, flat_N.numel()
+        num_peers = len(group.members)
+        setting = self._config.codec
+        numel = flat_N.numel()
         codec = codec_of_code(group.codec, setting)
         others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
         following = chosen_codec(setting, [round(rate)], map(self._endpoint.rtt_s, others))
@@ -240,7 +243,8 @@ class RoundRunner:
         started, timeout_s = self._loop.time(), self._left_s()
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                bandwidth, may_reduce = self._bandwidth.bandwidth, self._bandwidth.may_reduce
+                bandwidth = self._bandwidth.bandwidth
+                may_reduce = self._bandwidth.may_reduce
                 group = await self.matchmaker.find_group(weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error

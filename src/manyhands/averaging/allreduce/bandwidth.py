@@ -41,10 +41,10 @@ def describe_slow_round(
     """Say that the lines are too slow for a round, and what happens next or what to change.
 
     Args:
-        num_bytes: of the vector before it is encoded.
+        num_bytes: bytes of the vector before it is encoded.
         rate: bytes per second that this peer sent.
         available_s: the time that the round had.
-        codec, next_codec: of this round, and of the next one.
+        codec, next_codec: names of the codecs of this round and of the next one.
         by_codec_s: seconds that the round takes with each codec, these two among them.
     """
     why = (
@@ -79,7 +79,7 @@ class RoundBandwidth:
 
     @property
     def bandwidth(self) -> int:
-        """Bytes per second; 0 if unknown."""
+        """The estimate in bytes per second; 0 if unknown."""
         return min(max(1, round(statistics.median_high(self._latest))), MAX_BANDWIDTH) if self._latest else 0
 
     def end_round(self, num_bytes: int, seconds: float, rate: float | None) -> None:

@@ -50,7 +50,7 @@ Condition = Callable[[], bool]
 
 
 class Wanted(enum.Enum):
-    """What a partner still has to send."""
+    """The kind of data that a partner sends next."""
 
     VALUES = "values"
     MEANS = "means"
@@ -96,7 +96,8 @@ class Butterfly:
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
-        rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
+        rank: rank of this member.
+        flat_N: this member's values, of the plan's dtype, on the CPU.
         members: ranks that take part.
         averaged_N: receives the means. If it is ``flat_N``, the means of a chunk overwrite the values once its reducer
             has these.
@@ -105,7 +106,7 @@ class Butterfly:
     Attributes:
         faults: what each lost member did wrong, by rank.
         partners: ranks with which values are exchanged.
-        wanted: by rank of each partner that this member waits for: what that one sends next.
+        wanted: for each partner that this member waits for, by rank: what the partner sends next.
         done_with: ranks with which all was exchanged; nothing more travels on their streams.
     """
 
@@ -137,7 +138,7 @@ class Butterfly:
         reducers = self.partition.reducers
         self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
         self._weights = self.partition.weights
-        self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
+        self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk; only where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer: contributors to each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = ContributionRecords(len(group.members), contributors)

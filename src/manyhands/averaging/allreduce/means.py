@@ -20,7 +20,7 @@ class Means:
 
     Attributes:
         pieces: the means of each reducer as sent, uint8, in the code ``codec``.
-        chunks: of each piece, the parts of the vector that were encoded one by one; none where contributions were
+        chunks: for each piece, the parts of the vector that were encoded one by one; empty where contributions were
             passed on in place of their mean.
     """
 
@@ -80,7 +80,11 @@ class ContributionRecords:
 
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:
         """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
-        return b"".join(sum(1 << rank for rank in present).to_bytes(self.mask_bytes, "little") for present in presents)
+        masks = []
+        for present in presents:
+            mask = sum(1 << rank for rank in present)
+            masks.append(mask.to_bytes(self.mask_bytes, "little"))
+        return b"".join(masks)
 
     def read_record(self, record: bytes) -> list[list[int]]:
         """Decode a record: ranks of the contributors, by chunk.

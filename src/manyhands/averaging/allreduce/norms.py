@@ -50,8 +50,11 @@ class Norms:
         allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
         is_suspicious = not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed
         has_to_measure = bool(gaps) or is_suspicious
-        for rank, square in sampled.items():
-            self._squares[rank] += self._square(received.get(rank, own), chunk, gaps) if has_to_measure else square
+        for rank, sampled_square in sampled.items():
+            if has_to_measure:
+                self._squares[rank] += self._square(received.get(rank, own), chunk, gaps)
+            else:
+                self._squares[rank] += sampled_square
 
     def spoil(self, rank: int) -> None:
         """Mark a member that sent values that are not finite or cannot be decoded."""

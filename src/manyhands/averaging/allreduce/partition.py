@@ -84,7 +84,11 @@ class Partition:
         self.mean_bytes = _sizes(self.mean_places)
 
     def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
-        return [_one_after_the_other([plan.num_bytes(part.start, part.stop) for part in of]) for of in self.chunks]
+        places = []
+        for chunks in self.chunks:
+            sizes = [plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks]
+            places.append(_one_after_the_other(sizes))
+        return places
 
 
 def _sizes(places_by_rank: Sequence[Sequence[slice]]) -> list[int]:

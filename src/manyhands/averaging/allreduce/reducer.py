@@ -56,7 +56,7 @@ class SpanReducer:
     Attributes:
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
-        hasher: of the means as sent.
+        hasher: BLAKE3 of the means as sent.
         progress: wakes when a chunk was averaged, which makes room for more.
     """
 
@@ -93,7 +93,8 @@ class SpanReducer:
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
         self._is_crowded = len(senders) > MANY_SENDERS
         num_rooms = min(1 if self._is_crowded else QUEUED_CHUNKS, len(self.chunks))
-        self._rooms = memory.vector(len(senders) * num_rooms * room, torch.uint8).view(len(senders) * num_rooms, room)
+        shape = len(senders) * num_rooms, room
+        self._rooms = memory.vector(math.prod(shape), torch.uint8).view(shape)
         self.inboxes = {
             other: Inbox(self._rooms[at * num_rooms : (at + 1) * num_rooms]) for at, other in enumerate(senders)
         }
@@ -195,7 +196,8 @@ class SpanReducer:
 
     def _reduce(self, number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
-        chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
+        chunk = self.chunks[number]
+        encoded = self._encoded[self._places[number]]
         own = self._flat_N[chunk]
         kept = self._kept_N[: _numel(chunk)]
         values = kept if kept.numel() else own  # where this member's values are once the mean is written
@@ -260,7 +262,9 @@ class SpanReducer:
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
-        plan, num_done, squares = self._plan, 0, np.zeros(len(present) + 1)
+        plan = self._plan
+        num_done = 0
+        squares = np.zeros(len(present) + 1)
         parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
@@ -272,7 +276,8 @@ class SpanReducer:
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
             return
-        at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
+        at = plan.num_bytes(chunk.start, chunk.start + num_done)
+        rest = slice(chunk.start + num_done, chunk.stop)
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept

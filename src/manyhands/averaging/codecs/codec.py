@@ -127,7 +127,7 @@ class Codec(abc.ABC):
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
             weights: the factor of each contribution, in the same order.
             mean_N: receives the decoded mean; contiguous, of the codec's dtype.
-            out: as the argument of :meth:`encode`.
+            out: receives the encoded mean; see :meth:`encode`.
             squares: float64, shape [contributions + 1], to which the averaged values are added: to each of the first
                 elements an estimate of the sum of the squares of that contribution, to the last element an upper bound
                 of the sum of the squares of the mean.
@@ -139,7 +139,8 @@ class Codec(abc.ABC):
         run = kernel(self.name, "average", whole_N, whole_out)
         if run is None or rooms.shape[1] < whole_out.numel() or rooms.shape[1] % FLOAT_BYTES:
             return 0
-        places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
+        places = np.array(which, dtype=np.int64)
+        shares = np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
         return self.piece_numel * int(run(*arrays, places, shares, squares, _one_in(mean_N.numel())))
 
@@ -148,14 +149,16 @@ class Codec(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Process as much as a compiled kernel can; returns the values and the bytes that torch must process."""
         numel = values_N.numel() // self.piece_numel * self.piece_numel
-        whole_N, whole_encoded = values_N[:numel], encoded[: self.num_bytes(numel)]
+        whole_N = values_N[:numel]
+        whole_encoded = encoded[: self.num_bytes(numel)]
         run = kernel(self.name, name, whole_N, whole_encoded)
         done = self.piece_numel * run(whole_N.detach().numpy(), whole_encoded.numpy()) if run is not None else 0
         return values_N[done:], encoded[self.num_bytes(done) :]
 
     def _blocks(self, numel: int, encoded: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Runs of whole pieces, and the last piece if it is shorter, with their encodings."""
-        whole, step = numel - numel % self.piece_numel, self.block_numel - self.block_numel % self.piece_numel
+        whole = numel - numel % self.piece_numel
+        step = self.block_numel - self.block_numel % self.piece_numel
         for start, stop in itertools.pairwise(sorted({*range(0, whole, step), whole, numel})):
             yield slice(start, stop), encoded[self.num_bytes(start) : self.num_bytes(stop)]
 
@@ -196,12 +199,13 @@ def square_of(values: torch.Tensor, every: int = 1) -> float:
     """
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
-    rows, rest = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every], flat[num_whole:]
+    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every]
+    rest = flat[num_whole:]
     with np.errstate(over="ignore", invalid="ignore"):
         square = every * float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
     if math.isfinite(square):
         return square
-    square = values.double().square().sum().item()  # of finite values it cannot overflow there
+    square = values.double().square().sum().item()  # float32 cannot overflow in float64
     return float(square) if math.isfinite(square) else math.inf
 
 

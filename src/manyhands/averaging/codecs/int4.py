@@ -48,7 +48,8 @@ class Int4(Codec):
         if missing := -numel % BLOCK_NUMEL:
             values_N = torch.cat([values_N, values_N.new_zeros(missing)])
         blocks = values_N.view(-1, BLOCK_NUMEL)
-        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+        low = blocks.amin(1, keepdim=True)
+        high = blocks.amax(1, keepdim=True)
         peaks = torch.where(high > -low, high, low)
         if not math.isfinite(largest_magnitude(peaks)):
             raise NotFinite("NaN or infinite values cannot be averaged")

@@ -70,7 +70,8 @@ class Int8(Codec):
             steps[others] = ((exact - low) * (LEVELS / exact_ranges)).float()
             scales[others] = (exact_ranges / LEVELS).float()
         scales.view(torch.int32).bitwise_and_(~UNUSED_SCALE_BITS)
-        packed, headers = out.view(len(rows), -1), torch.cat([scales, smallest], 1)
+        packed = out.view(len(rows), -1)
+        headers = torch.cat([scales, smallest], 1)
         packed[:, :-HEADER_BYTES].copy_(steps.round_().clamp_(0, LEVELS))
         packed[:, -HEADER_BYTES:].copy_(headers.view(torch.uint8))
 

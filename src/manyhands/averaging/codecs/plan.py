@@ -221,7 +221,7 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
     Args:
         shapes: a :class:`Chosen` one is not averaged, and an :class:`Uncompared` one does not count in norms.
         codec: for the tensors that are not exact.
-        dtype: of the flat vector: float32, or float64, which is always encoded exactly.
+        dtype: dtype of the flat vector: float32, or float64, which is always encoded exactly.
     Raises:
         ConfigError: the vector has another dtype.
     """
@@ -247,8 +247,8 @@ class Gathered:
     contributor, in the order of ranks: a byte that says whether its values came, and the values as it encoded them.
 
     Args:
-        plan: of one contribution.
-        weights: of all members of the group, by rank; 0 for those that contribute nothing.
+        plan: how each contribution is encoded.
+        weights: weights of all members of the group, by rank; 0 for those that contribute nothing.
     """
 
     def __init__(self, plan: Plan, weights: Sequence[float]) -> None:

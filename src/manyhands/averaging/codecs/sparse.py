@@ -53,7 +53,9 @@ class Sparse(Codec):
                 raise ConfigError(f"{name}={number} must be at most {most}; for example {min(example, most)}")
         if not (isinstance(decay, (int, float)) and 0 < decay <= 1):
             raise ConfigError(f"decay={decay!r} must be above 0 and at most 1; for example 0.95")
-        self.top, self.chunk, self.bits = top, chunk, bits
+        self.top = top
+        self.chunk = chunk
+        self.bits = bits
         self.decay = decay
         self.piece_numel = self.unit_numel = chunk
         self._num_bins = 1 << (bits - 1)
@@ -91,7 +93,8 @@ class Sparse(Codec):
 
     def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         numel = min(self.chunk, out_N.numel())
-        rows, place = out_N.view(-1, numel).zero_(), encoded.view(out_N.numel() // numel, -1)
+        rows = out_N.view(-1, numel).zero_()
+        place = encoded.view(out_N.numel() // numel, -1)
         table = viewed_as(place[:, : 2 * self._num_bins].reshape(-1), torch.bfloat16).float().view(len(rows), -1)
         if not bool((table.isfinite() & (table >= 0)).all()):
             raise BadEncoding(f"{self.name}: a magnitude is negative or not finite")

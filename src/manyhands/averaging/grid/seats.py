@@ -204,7 +204,7 @@ class Step:
     """One step of a peer: its rounds are numbered from ``first_round`` on.
 
     Attributes:
-        cell: of this peer at the first round.
+        cell: this peer's cell at the first round.
         dealt: cells at the first round, for peers whose records still name another layout; they compute the same.
     """
 
@@ -261,7 +261,7 @@ def next_step(
     """
     named, layout = chosen_layouts(own, others, max_group_size)
     num_rounds = layout.num_rounds
-    first_round = leading_round - leading_round % num_rounds  # of the step that others may have begun just now
+    first_round = leading_round - leading_round % num_rounds  # others may have begun its step just now
     if first_round < own.round_number:
         first_round = -(-own.round_number // num_rounds) * num_rounds
     return step_from(own_id, own, others, named, layout, first_round, rng)
@@ -295,7 +295,7 @@ def step_from(
         if said.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
     is_new = cell is None
-    if cell is None:  # as dealt for this peer by those that laid the grid out a moment ago
+    if cell is None:  # the cell that those who laid the grid out a moment ago have dealt to this peer
         cell = dealt_cells(layout, [own_id, *others], first_round)[own_id]
     if any(place == cell and (is_new or peer_id < own_id) for peer_id, place in taken.items()):
         cell = free_cell(layout, set(taken.values()), rng)

@@ -69,10 +69,11 @@ class StepOutcome:
         num_rounds, num_rounds_committed: rounds of the step (1 outside a grid), and those of them that committed.
         num_rounds_alone: rounds in which no other peer was in this one's group, as in a grid with empty cells.
         weight: sum of the weights in the values that this peer holds; its own weight before the first round commits.
-        usual_norm: of the values in this peer's first group of a grid; 0 if none committed here, or without limits.
+        usual_norm: median norm of the values in this peer's first group of a grid; 0 if its round did not commit, or
+            without limits.
         manifests: those of all rounds of a grid that committed here.
         is_left_out: whether a group of the grid has committed without this peer's values.
-        disagreement: in a grid, between the peers after the step before; see
+        disagreement: in a grid, the distance between the peers after the step before; see
             :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
     """
 
@@ -182,7 +183,8 @@ class GridSteps:
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         outcome.reason = ""
         while (left_s := deadline - loop.time()) >= least_s:
-            position, expected = place.position(), place.attendees().expected.keys()
+            position = place.position()
+            expected = place.attendees().expected.keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 try:
@@ -220,5 +222,6 @@ class GridSteps:
 
     def _patience_s(self) -> float:
         """How long to wait for expected peers: longer in each later round, as they may have waited in the last."""
-        num_left, num_rounds = self.place.num_rounds_left or 1, self.place.num_rounds
+        num_left = self.place.num_rounds_left or 1
+        num_rounds = self.place.num_rounds
         return self.config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds

@@ -400,7 +400,8 @@ class Matchmaker:
         """Wait for this peer to reach a position that others may have reached a moment earlier."""
         deadline = self._loop.time() + self._config.matchmaking_time_s
         while (here := self._meeting.position()).step < position.step:
-            now, is_later = self._loop.time(), is_later_round(position, here)
+            now = self._loop.time()
+            is_later = is_later_round(position, here)
             is_between = now < self._ended_at + MOMENT_S  # between two rounds of a step in a grid
             is_coming = is_later and (is_between or self._found is not None)
             if not (is_coming or self._machine.stage is Stage.GROUPED) or now > deadline:

@@ -301,7 +301,7 @@ class Matchmaking:
     def _begin_anew(self, position: Position | None) -> None:
         """Forget what happened at the former position."""
         self._position = position
-        self._waits: dict[PeerId, Wait] = {}  # of the peers that ask for a place
+        self._waits: dict[PeerId, Wait] = {}  # peers that ask for a place
         self._led_at = math.inf
         self._passed_over: set[PeerId] = set()
         self._has_lost_time = False
@@ -334,13 +334,15 @@ class Matchmaking:
         actions = self._moved(who) if who.position != self._position else []
         match event:
             case Due(member, full_s, ends_at):
-                self._own, self._full_s, self._ends_at = member, full_s, ends_at
+                self._own = member
+                self._full_s = full_s
+                self._ends_at = ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
             case Ended():
                 if self.stage is Stage.ASKING and self.leader is not None:
-                    self._passed_over.add(self.leader)  # it has used up this peer's time
+                    self._passed_over.add(self.leader)  # this leader has used up the peer's time
                     self._has_lost_time = True
                 actions += self._end()
             case Asked():
@@ -374,7 +376,9 @@ class Matchmaking:
             actions.append(Refuse(tuple(self._waits), BEHIND, where_the_run_is(who.position, self._position)))
         if self._own is not None:
             actions.append(Abort("this peer has gone to another position meanwhile"))
-        self.stage, self.leader, self._own = Stage.IDLE, None, None
+        self.stage = Stage.IDLE
+        self.leader = None
+        self._own = None
         self._begin_anew(who.position)
         return actions
 
@@ -462,9 +466,9 @@ class Matchmaking:
         leader, reason = failed.leader, failed.reason
         self._tried.add(leader)
         self._refusals.append(reason)
-        if failed.code not in (GONE, OTHER_POSITION):  # peers that answer so may still call this one
+        if failed.code not in (GONE, OTHER_POSITION):  # these peers may still call this one
             self._passed_over.add(leader)
-        if failed.code == BEHIND and not who.position.group_key:  # else its group is done with this round of the grid
+        if failed.code == BEHIND and not who.position.group_key:  # in a grid only the leader's group is ahead
             return self._went_on(reason)
         if (failed.code == BARRED and who.is_barred) or (failed.code == FULL and who.position.group_key):
             return self._abort(reason)
@@ -556,7 +560,9 @@ class Matchmaking:
         late = Late.GUESTS if guests and who.waits_for_guests else Late.NOBODY
         late = Late.MEMBERS if members or self._has_lost_time else late
         group = [self._own, *(wait.member for wait in self._waits.values())]
-        self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
+        self.stage = Stage.GROUPED
+        self.leader = self.own_id
+        self._own = None
         self._waits = {}
         return [Close(tuple(sorted(group, key=lambda member: member.peer_id)), late, members)]
 
@@ -613,7 +619,9 @@ class Matchmaking:
                 self._elsewhere.add(peer_id)
             return self._gather(now, who)
         is_known = leader in self._waits or leader in who.members or leader in who.guests
-        calls = self._call(leader, now) if self.stage is Stage.LEADING and not is_known else []  # it should come, too
+        calls: list[Action] = []
+        if self.stage is Stage.LEADING and not is_known:
+            calls = self._call(leader, now)  # that leader should come, too
         return calls + self._gather(now, who)
 
     def _call_failed(self, failed: CallFailed, now: float, who: Attendees) -> list[Action]:

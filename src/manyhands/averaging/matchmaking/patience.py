@@ -90,8 +90,8 @@ def leader_waits(
     """The instants until which a leader waits for the others; all times are of one clock.
 
     Args:
-        waits: of the peers that have asked the leader for a place.
-        patience_s: of the leader.
+        waits: the peers that have asked the leader for a place.
+        patience_s: the leader's patience.
         stepped_at: when the last step was made.
         led_at: when it began to lead.
         ends_at: the end of its time for the round.

@@ -222,7 +222,9 @@ def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
-        score, violations, stalls = Counter[int](), Counter[int](), Counter[int]()
+        score = Counter[int]()
+        violations = Counter[int]()
+        stalls = Counter[int]()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1

@@ -61,9 +61,9 @@ class RoundDriver:
         voters: ranks whose votes count.
 
     Attributes:
-        num_bytes_sent, num_bytes_received: in all exchanges that have ended.
+        num_bytes_sent, num_bytes_received: bytes in all exchanges that have ended.
         exchanging_s, voting_s: seconds in exchanges, and seconds of the votes and the verdict.
-        rate, was_moving: of the last exchange, see :class:`.exchange.Exchange`.
+        rate, was_moving: those of the last :class:`.exchange.Exchange`.
     """
 
     def __init__(
@@ -198,7 +198,8 @@ class RoundDriver:
         finally:
             self.num_bytes_sent += exchange.num_bytes_sent
             self.num_bytes_received += exchange.num_bytes_received
-            self.rate, self.was_moving = exchange.rate, exchange.was_moving
+            self.rate = exchange.rate
+            self.was_moving = exchange.was_moving
             self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
         self._count_time()
         self._exchanging = None
@@ -270,7 +271,8 @@ class RoundDriver:
 
     async def _ask(self, rank: int) -> None:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
-        peer_id, query = self.group.members[rank].peer_id, InRoundQuery(self.group.group_id, self.group.leader)
+        peer_id = self.group.members[rank].peer_id
+        query = InRoundQuery(self.group.group_id, self.group.leader)
         try:
             answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
@@ -289,7 +291,8 @@ class RoundDriver:
         self._on(round_machine.NobodyKnows())
 
     async def _ask_how_it_ended(self, rank: int) -> None:
-        peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
+        peer_id = self.group.members[rank].peer_id
+        query = VerdictQuery(self.group.group_id, self.machine.exchange)
         try:
             answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._times.in_doubt_s)
         except (Unavailable, PeerError) as error:
@@ -356,7 +359,8 @@ class Answers:
     def _on_vote(self, remote: PeerId, vote: Vote) -> Received:
         if vote.group_id in self._verdicts:
             return Received()  # too late; the member learns the verdict by its open question
-        me, driver = self._endpoint.peer_id, self._rounds.get(vote.group_id)
+        me = self._endpoint.peer_id
+        driver = self._rounds.get(vote.group_id)
         if driver is None:
             raise Refused(me, "unknown_group", "this peer is in no such group")
         rank = driver.group.rank_of(remote)

@@ -57,15 +57,15 @@ def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
 
 @dataclass(eq=False, kw_only=True)
 class Contribution:
-    """What one member brings to the exchanges of a round, and what it holds after the last one.
+    """One member's input to the exchanges of a round, and its result of the last one.
 
     See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
 
     Attributes:
-        means: of the last exchange; None if something is missing.
+        means: the means of the last exchange; None if this member lacks some.
         manifest: the manifest with which the group would commit these means; None without them.
         outsized: ranks of members whose values are too large beside those of the others.
-        usual_norm: of the members' values; 0 if they were not measured.
+        usual_norm: median norm of the members' values; 0 if they were not measured.
     """
 
     group: Group
@@ -100,7 +100,7 @@ class Contribution:
     def vote(self, butterfly: Butterfly, members: Collection[int], exchange: int, failure: RoundAborted | None) -> Vote:
         """The vote on the result of an exchange that has ended, with what failed in it."""
         accusations = list(butterfly.faults.values())
-        is_own_fault = isinstance(failure, InvalidContribution)  # of its own values, which no stream carries
+        is_own_fault = isinstance(failure, InvalidContribution)  # its own values are not finite
         if failure is not None and is_own_fault:
             accusations.append(Accusation(self.rank, failure.reason[:MAX_REASON_LENGTH], is_violation=True))
         outsized = self._find_outsized(butterfly, members)  # their values are in the means of every span
@@ -140,7 +140,7 @@ class Exchange:
     """One member's exchange with the others over streams.
 
     Attributes:
-        streams: by rank, as far as they are open.
+        streams: the open streams, by rank of the partner.
         rate: bytes per second while only the line held the streams up; None if the system cannot tell.
         was_moving: whether values still came when the exchange ended without success.
         num_bytes_sent, num_bytes_received: on its streams, once it has ended.
@@ -169,7 +169,8 @@ class Exchange:
         Raises:
             Exception: what the refill raised.
         """
-        members, self._began_at = self.contribution.group.members, self._loop.time()
+        members = self.contribution.group.members
+        self._began_at = self._loop.time()
         butterfly = await self.contribution.butterfly(self.members, is_again=self.number > 0)
         failure: RoundAborted | None = None
         try:
@@ -258,8 +259,10 @@ class Exchange:
                     for rank, stream in self.streams.items()
                 }
                 answers = {rank: asked.pop(rank).result() for rank in list(asked) if asked[rank].done()}
-                over, awaited = butterfly.done_with | butterfly.faults.keys(), self._awaited(butterfly.partners)
-                now, has_reduced = self._loop.time(), butterfly.has_reduced
+                over = butterfly.done_with | butterfly.faults.keys()
+                awaited = self._awaited(butterfly.partners)
+                now = self._loop.time()
+                has_reduced = butterfly.has_reduced
                 for action in stragglers.looked(seen, answers, over, awaited, has_reduced, now):
                     match action:
                         case Ask(rank):

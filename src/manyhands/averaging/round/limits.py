@@ -85,7 +85,7 @@ def outsized(
     the median weight the bound is raised by that factor; such values weigh less.
 
     Args:
-        norms: of each member's values; infinite for those that are not finite, 0 for those that have not come.
+        norms: norm of each member's values: infinite if they are not finite, 0 if they have not come.
         at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]

@@ -203,8 +203,8 @@ class Round:
         exchange: the number of the exchange that this member is in.
         members: ranks that take part in it.
         voters: ranks whose votes count.
-        count: of the votes, if this member leads; else None.
-        verdict: what the leader decided, for others that ask; None as long as this member does not know it.
+        count: the count of the votes, if this member leads; else None.
+        verdict: the leader's decision, for others that ask; None as long as this member does not know it.
         lost: ranks of the members that, as the leader has said, are lost.
     """
 
@@ -246,7 +246,8 @@ class Round:
         """
         if self.state is State.OVER:
             return []
-        stood_still_s, self._last_event_at = now - self._last_event_at, now
+        stood_still_s = now - self._last_event_at
+        self._last_event_at = now
         if self.count is not None and has_left(stood_still_s):
             event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
@@ -268,7 +269,7 @@ class Round:
                 return self._counted(event, now)
 
     def answer(self, rank: int, query: VerdictQuery) -> Verdict | None:
-        """What to tell a member that asks how the round goes on; None while there is no news for it."""
+        """The answer to a member that asks how the round goes on; None while there is no news for it."""
         if self.verdict is not None:
             return self.verdict
         if self.count is None:
@@ -286,7 +287,9 @@ class Round:
     def _exchanged(self, vote: Vote, now: float) -> list[Action]:
         if self.state is not State.EXCHANGING or vote.exchange != self.exchange:
             return []
-        self.state, self._reason, self._vote = State.VOTED, vote.reason, vote
+        self.state = State.VOTED
+        self._reason = vote.reason
+        self._vote = vote
         if self.count is not None:
             return self._counted(Voted(self.rank, vote), now)
         self._times.begin(now)
@@ -346,7 +349,9 @@ class Round:
         return [Finish(Verdict(True, None, reason, [self.group.leader]))]
 
     def _exchange_again(self, again: Again) -> list[Action]:
-        self.exchange, self.members, self._reason = again.exchange, frozenset(again.members), ""
+        self.exchange = again.exchange
+        self.members = frozenset(again.members)
+        self._reason = ""
         self._times = VoteTimes()
         if self.rank not in again.members:  # only the leader can be here: it goes on counting
             self.state = State.VOTED

@@ -76,7 +76,7 @@ class RoundTimes:
     """The limits of one member's round. All instants are loop times.
 
     Attributes:
-        rank: of this member.
+        rank: rank of this member.
         deadline: when this peer's time for the round is over.
         ends_at: when the leader's time for it is over, if that is earlier; a member must send its values by then.
         hurried: ranks of members for which nobody waits long, see
@@ -182,7 +182,7 @@ Action: TypeAlias = Ask | GiveUp
 
 @dataclass
 class _Partner:
-    """What is remembered of one partner from look to look."""
+    """The record of one partner, which lasts from look to look."""
 
     owed: Wanted | None = None
     owed_since: float = math.inf
@@ -224,10 +224,10 @@ class Stragglers:
         """Judge all partners; call it every ``LOOK_S``.
 
         Args:
-            seen: those whose streams are open.
-            answers: of those that were asked: why one is gone, or empty if it is in the round.
-            over: those with which all was exchanged, or that are lost.
-            awaited: those that must open their stream, and can be asked about it.
+            seen: the partners whose streams are open.
+            answers: for partners that were asked: why the partner is gone, or empty if it is in the round.
+            over: partners with which all was exchanged, or that are lost.
+            awaited: partners that must open their stream, and can be asked about it.
             has_reduced: whether this member has averaged its own span.
         """
         passed_s, self._looked_at = now - self._looked_at, now
@@ -266,7 +266,9 @@ class Stragglers:
 
     def _ask(self, rank: int, received: int | None, now: float) -> Ask:
         partner = self._partners[rank]
-        partner.is_asked, partner.asked_at, partner.asked_received = True, now, received
+        partner.is_asked = True
+        partner.asked_at = now
+        partner.asked_received = received
         return Ask(rank)
 
     def _fault(
@@ -297,7 +299,8 @@ class Stragglers:
 
     def _too_slow(self, rank: int, received: int, now: float) -> str:
         """How a partner is too slow to send its values in time; empty if it is not, or its pace is not known yet."""
-        passed_s, waited_s = now - self._began, self._partners[rank].waited_s
+        passed_s = now - self._began
+        waited_s = self._partners[rank].waited_s
         is_known = is_pace_known(passed_s, self._round_s) and passed_s >= TWO_ANSWERS_S
         if not is_known or waited_s < passed_s / 2:
             return ""

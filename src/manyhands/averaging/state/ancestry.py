@@ -30,7 +30,7 @@ def descends_from(ancestry: bytes, step: int, earlier: int, root: bytes, lineage
     If the earlier state is more than ``MAX_STEPS`` steps back, only the beginning of the run is compared.
 
     Args:
-        step: of the state with this ancestry.
+        step: step of the state with this ancestry.
         earlier: step of the earlier state, with its ``root`` and its ``lineage``; these are empty if unknown.
     """
     if root_of(ancestry) != root:

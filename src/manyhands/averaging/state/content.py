@@ -59,7 +59,7 @@ class StateHeader(msgspec.Struct, frozen=True):
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led to the position; None if unknown, as after a checkpoint was loaded.
         ancestry: all steps that led to the position; see :mod:`manyhands.averaging.state.ancestry`.
-        roster: of the run at the position; empty before the first step, and for an Averager.
+        roster: the run's roster at the position; empty before the first step, and for an Averager.
         seal: digest from which, with the roster, the lineage is computed; see :mod:`manyhands.averaging.roster`.
     """
 

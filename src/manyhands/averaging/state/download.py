@@ -75,7 +75,7 @@ class _Source:
     """A donor that has announced its state.
 
     Attributes:
-        digests: those of all its chunks.
+        digests: the digests of all its chunks.
         asked: chunks that the donor was asked for and has not sent, in order.
     """
 
@@ -109,7 +109,7 @@ class Download:
         on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk, and what
             it was.
         on_header: called with each donor that sent a description that fits, and that description.
-        kind: of the streams, as of the donors' servers.
+        kind: kind of the streams, the same as that of the donors' servers.
     """
 
     endpoint: Endpoint
@@ -178,7 +178,8 @@ class Download:
 
     def _ask_more(self) -> None:
         """Ask further donors, if fewer than needed are asked, or none of them sends anything."""
-        now, received = self._loop.time(), sum(source.stream.bytes_received for source in self._sources)
+        now = self._loop.time()
+        received = sum(source.stream.bytes_received for source in self._sources)
         if received != self._moved[0]:
             self._moved = (received, now)
         num_needed = MAX_SOURCES if num_chunks_of(self.least_bytes) > CHUNKS_OF_ONE else 1
@@ -356,7 +357,8 @@ async def receive_header(stream: Stream) -> StateHeader:
 
 async def _receive_digests(stream: Stream, header: StateHeader) -> list[bytes]:
     num_chunks = num_chunks_of(offsets_of(header.tensors)[1])
-    frame, announced = bytearray(FRAME.size), bytearray(num_chunks * DIGEST_BYTES)
+    frame = bytearray(FRAME.size)
+    announced = bytearray(num_chunks * DIGEST_BYTES)
     await stream.receive_into(memoryview(frame))
     if (found := FRAME.unpack(frame)) != (DIGESTS, num_chunks):
         raise ProtocolViolation(stream.remote, f"sent frame {found[0]} with number {found[1]} in place of digests")

@@ -81,7 +81,7 @@ class StateServer:
 
     Args:
         capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
-        kind: of the streams; a peer has one server for each.
+        kind: kind of the streams; a peer has one server for each kind.
 
     Attributes:
         state_bytes: size of the tensors of the last state that was copied.
