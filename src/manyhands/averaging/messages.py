@@ -177,7 +177,7 @@ class SpanResult(msgspec.Struct, frozen=True):
 
     start: Count
     stop: Count
-    reducer: Rank  # of the member that averaged it
+    reducer: Rank  # rank of the member that averaged it
     absent: list[Rank]  # ascending; may contain members with a weight of 0
 
 

@@ -15,11 +15,11 @@ chosen                seconds    because
 ``DIAL_S``            5          after it, a dial to a machine that is off the network fails
 ``SLOW_ANSWER_S``     8          an answer on the slowest links; missing heartbeats end the connection soon after,
                                  in any case (8.5 s)
-``LOG_S``             10         a person who watches wants news about as often
-``RECORD_S``          30         lifetime of a record: at most for so long the loss of a machine goes unnoticed
+``LOG_S``             10         time between two messages for a person who watches
+``RECORD_S``          30         lifetime of a record: after it, the loss of a machine is noticed at the latest
 ``MINUTE_S``          60         routers forget a connection that was unused for longer; a person is reminded of a
                                  lasting fault about as often
-``SHUN_S``            600        for so long a peer that misbehaved, or cannot be reached, is passed over
+``SHUN_S``            600        a peer that misbehaved, or cannot be reached, is passed over for this long
 ``RANK_S``            7,200      limit of the wait for a live rank: it may be evaluating, and rank 0 downloading
 ``DAY_S``             86,400     limit of all times that users and other peers ask for, and of a download
 --------------------  ---------  -----------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ derived               seconds    because
                                  training loop waits no longer for a read of the records
 ``LATE_ANSWER_S``     3          an answer and a moment. By then an averager has read the records, and the others
                                  see a peer that has just come
-``TWO_ANSWERS_S``     4          in it a peer that did not answer can answer again, or another peer in its place
+``TWO_ANSWERS_S``     4          meanwhile a silent peer could answer again, or another peer answer in its place
 ``FOUR_ANSWERS_S``    8          the same, where that peer itself waits ``TWO_ANSWERS_S`` for another one
 ``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read or another step
 ``STALL_S``           20         four dials. After it, a transfer that moved less than 256 KiB, or a call to the

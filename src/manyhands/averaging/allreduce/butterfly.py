@@ -61,7 +61,7 @@ class InvalidContribution(RoundAborted):
 
 
 class Pausing(Iterator[memoryview]):
-    """Iterates over the buffers of a source, which also yields conditions: what must hold before its next buffer.
+    """Iterates over the buffers of a source. The source also yields conditions that must hold before its next buffer.
 
     The iteration stops at a condition that does not hold soon, and can go on when :meth:`wait` has returned. So no
     thread waits for long, and the event loop not at all. The waker wakes when a condition may have begun to hold.

@@ -40,7 +40,7 @@ class Means:
 
 
 def digest_of(piece: torch.Tensor) -> bytes:
-    """BLAKE3 of a piece, empty for an empty one. It reads memory nearly three times as fast as SHA-256 here."""
+    """BLAKE3 of a piece, empty for an empty one. BLAKE3 is nearly three times as fast as SHA-256 here."""
     return blake3(bytes_of(piece), max_threads=1).digest() if piece.numel() else b""
 
 

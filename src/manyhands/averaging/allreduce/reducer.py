@@ -85,7 +85,7 @@ class SpanReducer:
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
         self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values; estimated
-        self._square = 0.0  # the same of its mean, or an upper bound
+        self._square = 0.0  # sum of the squares of that chunk's mean, or an upper bound
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -105,7 +105,7 @@ class SpanReducer:
         self._reducing = threading.Lock()
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
-        self._to_look = Waker()  # wakes run(); not for each chunk, or run() would do the work of the receiving threads
+        self._to_look = Waker()  # wakes run(), not for each chunk: receiving threads average them
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
@@ -343,7 +343,7 @@ QUEUED_CHUNKS = 3
 """Limit of the chunks of one sender in memory: one arriving, one being reduced, and one between them."""
 
 MANY_SENDERS = 16
-"""Of more senders than this, one chunk each is in memory, and further ones wait in the system's buffers."""
+"""With more senders than this, one chunk of each is in memory; further chunks wait in the system's buffers."""
 
 
 class Inbox:

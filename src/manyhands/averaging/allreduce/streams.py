@@ -37,7 +37,7 @@ MAX_UNNAMED = 512
 """Limit of the accepted streams that wait for the name of a round, at most one from each peer. Strangers may open
 streams, and a reducer may have hundreds of clients."""
 REMEMBERED_ROUNDS = 16
-"""A stream for one of the last exchanges, which have ended, is closed; for an unknown name it waits."""
+"""The last ended exchanges that are remembered: a stream that comes late for one of them is closed."""
 
 
 def dials(group: Group, rank: int, other: int) -> bool:

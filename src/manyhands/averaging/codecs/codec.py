@@ -182,7 +182,7 @@ def largest_magnitude(values: torch.Tensor) -> float:
 
 
 def _one_in(numel: int) -> int:
-    """Every how-many-th row is measured, to estimate the norm of ``numel`` values."""
+    """The step from one measured row to the next, where the norm of ``numel`` values is estimated."""
     return max(1, min(SAMPLED_OF, numel // PRODUCT_NUMEL))
 
 
@@ -195,7 +195,7 @@ def square_of(values: torch.Tensor, every: int = 1) -> float:
     """The sum of the squares of all values; infinite if one of them is not finite.
 
     Args:
-        every: if above 1, estimate the sum: of the rows of ``PRODUCT_NUMEL`` values, measure every so-many-th.
+        every: estimate the sum from each ``every``-th row of ``PRODUCT_NUMEL`` values; 1 measures all values.
     """
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % PRODUCT_NUMEL

@@ -78,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_random_groups(self) -> int:
-        """So many that groups are as large as rows when half of the cells are taken."""
+        """Number of groups if they are drawn at random: with half of the cells taken, each is as large as a row."""
         return max(1, self.num_cells // (2 * max(self.sides)))
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ class GridPlace(Meeting, Protocol):
         """Number of rounds of the step that are left, in a grid; None if all peers are one group."""
 
     def is_left_behind(self) -> bool:
-        """Whether another peer is already past the next round of this one."""
+        """Whether another peer has already finished the round that is this peer's next."""
 
     def next_round(self) -> None:
         """End a round for this peer, whether or not it committed."""

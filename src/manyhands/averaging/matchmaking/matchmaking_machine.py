@@ -10,7 +10,8 @@ state      event                                             next       actions
 idle       the step is due here, and another peer leads      asking     ask it; refer all that have asked here to it
 idle       the step is due here, and this peer leads         leading    call the others
 idle       another peer asks for a place, or calls           idle       call the training loop, and the others
-idle       a peer that asked has waited for all its time     idle       refuse it
+idle       a peer that asked has waited for all its time,    idle       refuse it
+           or half of the members have done so before
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
@@ -22,8 +23,8 @@ leading    another peer asks for a place                     leading    note it
 leading    a called peer does not come                       leading    do not wait for it
 leading    all that are waited for are here, or the          grouped    close the group with those that came
            patience is over
-leading    a leader that comes before this peer calls, or    asking     ask it; refer all that have asked here to it
-           a called peer follows one
+leading    a peer calls that comes before this one in the    asking     ask it; refer all that have asked here to it
+           order of leaders, or a called peer follows it
 leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
 asking,    the asked leader, or at least half of the         idle       the attempt ends: this peer is behind, and
 leading    members when called, say that the run went on                looks for the others (not in a grid)
@@ -46,11 +47,12 @@ event                raised by
 :class:`Withdrew`    the end of a ``JOIN`` call that was not answered yet; a broken connection
 :class:`Formed`      the answer to this peer's ``JOIN`` call: a group
 :class:`SentOn`      the answer to this peer's ``JOIN`` call: another leader
-:class:`Failed`      a ``JOIN`` call that failed or was refused; a ping after :class:`Check` that failed
+:class:`Failed`      a ``JOIN`` call that failed, was refused or brought a wrong group; a failed ping of a ``Check``
 :class:`Called`      a ``CALL`` call of another peer
 :class:`Follows`     the answer to this peer's ``CALL`` call
 :class:`CallFailed`  a ``CALL`` call that failed or was refused; a dial to a possible leader that failed
-:class:`RoundOver`   ``round_over``, from the round runner; ``pass_over``, from the optimizer
+:class:`RoundOver`   ``round_over``, from the round runner; ``pass_over``, from the optimizer; ``find_group``, when it
+                     is cancelled after a group was found
 :class:`Looked`      a timer, while others wait for what this peer does: every ``LOOK_S``, at ``wake_at``, and after
                      each other event
 ===================  =================================================================================================

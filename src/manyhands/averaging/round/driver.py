@@ -49,7 +49,7 @@ from manyhands.runtime.waker import Waker
 logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
-"""Verdicts of this many rounds are kept. Members ask within the time of their round, in which no more rounds follow."""
+"""Number of rounds whose verdicts are kept: more than can follow within the time in which members may ask."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be reached."""
 
