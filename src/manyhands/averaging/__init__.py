@@ -15,7 +15,7 @@ how long anything takes at most                        ``timing.py``
 =====================================================  =================================================
 
 ``allreduce/`` moves the vectors: ``butterfly.py`` is one member's exchange, ``reducer.py`` its own span of the mean. A
-mean goes from there through ``round/exchange.py``, ``round/driver.py`` and ``rounds.py`` to who asked for it.
+mean goes from there through ``round/exchange.py`` and ``round/driver.py`` to ``rounds.py``, which returns it.
 """
 
 from manyhands.averaging.config import AveragingConfig

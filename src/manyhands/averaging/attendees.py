@@ -4,15 +4,15 @@
                      members                                guests
 ===================  =====================================  ======================================================
 who they are         of the run's roster; all, if none of   all others that have a record at this position and
-                     them is here, or there is no roster    are connected to this peer, but those that are barred
+                     them is here, or there is no roster    are connected to this peer, except barred peers
 lead                 first                                  after all members
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
-How long they are waited for says :mod:`manyhands.averaging.matchmaking.patience`.
+:mod:`manyhands.averaging.matchmaking.patience` says how long they are waited for.
 
 The roster (:mod:`manyhands.averaging.roster`) is the same on all peers at one position. In a grid, and among averagers
-outside an optimizer, no peer knows all rounds, and there is none: the lowest peer id leads.
+outside an optimizer, no peer knows all rounds, so there is no roster: the lowest peer id leads.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from manyhands.rpc import Endpoint
 
 @dataclass(frozen=True)
 class Attendees:
-    """Where, and with whom, a peer averages next, as it knows it now.
+    """Where and with whom a peer averages next, as far as it knows now.
 
     Attributes:
-        position: of the round.
+        position: position of the next round.
         expected: the other peers at this position that should come, and whether each is in client mode.
-        connected: those of them that are connected to this peer.
-        is_client: this peer is in client mode.
+        connected: the expected peers that are connected to this peer.
+        is_client: whether this peer is in client mode.
         roster: the members of the run at this position; None where peers do not share one.
         batch_s: seconds in which most peers here compute a batch, and come to the round; 0 if they compute none.
     """
@@ -75,12 +75,12 @@ class Attendees:
 
     @cached_property
     def guests(self) -> frozenset[PeerId]:
-        """All others that are waited for, too."""
+        """The others that are waited for beside the members: those connected to this peer, except barred ones."""
         return frozenset(one for one in self.connected if one not in self.members and not self._is_barred(one))
 
     @cached_property
     def hosts(self) -> frozenset[PeerId]:
-        """The peers that can be dialled now, perhaps with this peer, and may lead."""
+        """The peers that may lead, as they can be dialled and are not barred; this peer may be one of them."""
         others = {one for one, is_client in self.expected.items() if not is_client and not self._is_barred(one)}
         return frozenset(others if self.is_client else others | {self.own_id})
 
@@ -101,7 +101,7 @@ class Attendees:
 
     @property
     def num_troubled(self) -> int:
-        """Recent rounds with trouble."""
+        """Number of recent rounds with trouble."""
         return 0 if self.is_open or self.roster is None else self.roster.num_troubled
 
     @property
@@ -110,17 +110,17 @@ class Attendees:
         return sorted(self.hosts, key=self.rank)
 
     def rank(self, peer_id: PeerId) -> tuple[int, PeerId]:
-        """Of several leaders the one with the lowest rank leads; unknown ones come last."""
+        """Place of a peer in the order of leaders: the lowest leads. Peers that the roster does not know come last."""
         return self._places.get(peer_id, len(self._places)), peer_id
 
     @cached_property
     def _places(self) -> dict[PeerId, int]:
-        """Of all that could lead, whether or not they are here."""
+        """The places of all peers of the roster that could lead, whether or not they are here."""
         order = self.roster.leaders() if self.roster is not None and self.roster.members else []
         return {peer_id: place for place, peer_id in enumerate(order)}
 
     def heeds(self, peer_id: PeerId) -> bool:
-        """Whether a peer can call this one to the round."""
+        """Whether this peer comes to the round when that peer calls."""
         return peer_id in self.members or self.is_open
 
     def _is_barred(self, peer_id: PeerId) -> bool:

@@ -37,16 +37,17 @@ class RoundResult:
     Attributes:
         committed: whether the tensors hold the mean now; else they are untouched.
         reason: why it did not commit, in words; empty if it did. In a grid also why one of the rounds did not.
-        round_id: of the committed round, the same for all its members; empty without one.
+        round_id: id of the committed round, the same for all its members; empty without one.
         group: peer ids of the members, in the order of ranks; empty without a committed round.
-        contributors: weight of each member that gave values.
+        contributors: the members that gave values, each with its weight.
         cut: contributors whose values count in some parts only, as they were lost or left out during the round: start
             and stop of each part, in elements of the vector of all tensors in order.
         num_bytes_sent, num_bytes_received: values exchanged with the other members, all attempts together.
         seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
-        num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
-            ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` its members.
-        num_rounds_committed: of these; with fewer the tensors hold the mean of a part of the swarm.
+        num_rounds: rounds of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid.
+            There ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` are its
+            members.
+        num_rounds_committed: how many of these committed; if not all, the tensors hold the mean of a part of the swarm.
         disagreement: in a grid, the distance between the peers after the step before: the root mean square distance
             from their mean, as a fraction of its size, by what they published. None if unknown, or without a grid.
     """
@@ -77,8 +78,8 @@ class Averager(FromHivemind):
             averager.wait_for_others()
 
     All members need lists of the same shapes, dtypes and kinds of device, in the same order. A peer in client mode
-    takes part, but reduces nothing for others. Use it as a context manager, or call :meth:`close`; closing the peer
-    does too.
+    takes part, but reduces nothing for others. Use the Averager as a context manager, or call :meth:`close`, or close
+    the peer.
 
     Args:
         tensors: dense tensors of float16, bfloat16, float32 or float64 that share no memory, contiguous or not. The
@@ -92,7 +93,7 @@ class Averager(FromHivemind):
     Raises:
         ConfigError: an argument breaks a rule, the peer averages under this run id already, or its ticket is for
             another run.
-        ManifestMismatch: the tensors of the others differ; says whose, and how.
+        ManifestMismatch: the tensors of the others differ; the error says whose, and how.
         Unavailable: the DHT does not answer in time.
     """
 
@@ -239,7 +240,7 @@ class Averager(FromHivemind):
         return self._is_closed or self._averager_loop.is_closed
 
     def close(self) -> None:
-        """Leave the run; the peer stays. A step in another thread ends and says so. May be called twice."""
+        """Leave the run; the peer stays. A step in another thread ends without a mean. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -265,7 +266,9 @@ def _check_timeout(timeout_s: object) -> None:
 
 
 def _result_of(outcome: StepOutcome) -> RoundResult:
-    meter, committed, reason = outcome.meter, outcome.committed, outcome.reason
+    meter = outcome.meter
+    committed = outcome.committed
+    reason = outcome.reason
     manifest = committed.manifest if committed is not None else None
     has_mean = committed is not None and committed.averaged_N is not None
     if committed is not None and not has_mean:

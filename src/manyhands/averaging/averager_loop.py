@@ -34,9 +34,9 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.25
-"""Share of a step to wait at most for the others' records; else earlier ones are used."""
+"""A step waits at most this share of its time to read the others' records; then it uses those read before."""
 ALONE_SHARE = 0.8
-"""Share of a step to wait at most for any other peer."""
+"""A step waits at most this share of its time for any other peer to come."""
 CLOSED = "this averager is closed"
 
 
@@ -45,10 +45,10 @@ class AveragerLoop:
 
     Attributes:
         reached: the position after the last step that committed.
-        loop: on which all of it runs, from :meth:`start` on.
+        loop: the event loop on which this object lives; set by :meth:`start`.
         is_closed: whether it was closed, by its user or with the peer; may be read from any thread.
-        position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
-            higher one goes there for the next round, with values that nobody should load.
+        position: where the tensors got their values, in a round or from another peer. The position of the tracker may
+            be higher: a peer that missed rounds goes there for the next round, with values that nobody should load.
     """
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
@@ -64,15 +64,17 @@ class AveragerLoop:
             ParameterSpec(f"tensor {number}", spec.shape, spec.dtype) for number, spec in enumerate(tensors.specs)
         ]
         self._kind = f"{run_id}.{STREAM_KIND}"  # the peer may serve an optimizer and other averagers as well
-        self._last_group: Sequence[PeerId] = ()  # of the last round that committed
+        self._last_group: Sequence[PeerId] = ()  # members of the last round that committed
 
     async def start(self) -> None:
         """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
         self.loop = asyncio.get_running_loop()
         async with self._presence.leaving:
-            pass  # an averager that was lost a moment ago
+            pass  # wait for an averager to leave that was garbage-collected a moment ago
         await self._presence.check_run(self._run_id)
-        presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
+        presence = self._presence
+        codec = self._config.codec
+        max_group_size = self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
         self.tracker = PresenceTracker(
@@ -119,7 +121,7 @@ class AveragerLoop:
                 self._presence.on_close.remove(self.close)
 
     async def close_lost(self) -> None:
-        """Leave the run if nobody has closed the averager, which is lost: the others need not wait for this peer."""
+        """Leave the run after the averager was garbage-collected without close(): so the others do not wait for it."""
         if not self.is_closed:
             logger.info("The Averager of run %r is gone without close(): this peer leaves the run", self._run_id)
             await self.close()
@@ -147,7 +149,8 @@ class AveragerLoop:
         if not running.cancelled():
             running.result()
         if outcome.committed is not None:
-            self._last_group, self.reached = outcome.committed.manifest.members, self.tracker.position()
+            self._last_group = outcome.committed.manifest.members
+            self.reached = self.tracker.position()
         elif is_late:
             outcome.reason = f"no round committed within {timeout_s:g} s; {outcome.reason or 'the last one went on'}"
         elif running.cancelled():
@@ -172,7 +175,7 @@ class AveragerLoop:
         """Load the tensors of the peers at the leading position.
 
         Raises:
-            Unavailable: there is none, or none could send them; no tensor was written.
+            Unavailable: no other peer can be asked, or none could send its tensors; no tensor was written.
         """
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -220,7 +223,7 @@ class AveragerLoop:
                 try:
                     await steps.take(outcome, flat_N, weight, deadline)
                 finally:
-                    outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
+                    outcome.disagreement = tracker.disagreement()  # from the records that were read during the step
                     if outcome.committed is not None and outcome.committed.averaged_N is not None:
                         mean_N = outcome.committed.averaged_N
                         indices = sketched_indices(mean_N.numel(), tracker.position().step)

@@ -1,4 +1,4 @@
-"""Times and sizes of an averaging round."""
+"""Settings of averaging rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AveragingConfig:
     Attributes:
         matchmaking_time_s: how long a round waits for expected peers; it starts at once when all are there.
         averaging_timeout_s: limit of a round, from the search for a group to the vote. The verdict follows at once,
-            unless the leader began later: it has as much time of its own.
+            unless the leader began later: the leader has the same limit, from its own beginning.
         stream_timeout_s: limit of opening the streams between the members of a formed group, and the extra time of a
             late member once the others are done.
         in_doubt_timeout_s: how long a member that lost its leader asks the others for the verdict.
@@ -39,11 +39,11 @@ class AveragingConfig:
         error_feedback: add the error of a lossy codec in one round to the values of the next, so that nothing is lost
             in the long run; for gradients and the like. It takes memory of four vectors, half of it only during a
             round. Each peer may have its own setting.
-        min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few. Below
-            it, opening a stream takes longer than sending the span.
+        min_span_bytes: in groups that this peer leads, no member reduces less, so few members reduce a small vector.
+            Opening a stream would take longer than sending a smaller span.
         bandwidth_mbit_s: this machine's uplink in megabits per second: a first guess, until rounds have shown it (on
-            Linux, on links of 10 ms and more). A peer with more bandwidth reduces more. By default, as much as the
-            others.
+            Linux, on links of 10 ms and more). A peer with more bandwidth reduces more. By default it counts as the
+            median of the others.
         max_group_size: a swarm of more peers than this averages in a grid of groups. All peers of a run must have the
             same setting.
     """
@@ -93,10 +93,10 @@ class AveragingConfig:
 def averaging_of(
     config: AveragingConfig | None, matchmaking_time_s: float | None = None, averaging_timeout_s: float | None = None
 ) -> AveragingConfig:
-    """The settings of the rounds; the two times may also be given separately.
+    """The settings of the rounds; the two times may be given in ``config`` or separately.
 
     Raises:
-        ConfigError: they do not fit together, or are given twice.
+        ConfigError: the times do not fit together, or were given twice.
     """
     times: dict[str, Any] = {"matchmaking_time_s": matchmaking_time_s, "averaging_timeout_s": averaging_timeout_s}
     given = {name: value for name, value in times.items() if value is not None}

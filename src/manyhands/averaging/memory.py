@@ -1,5 +1,7 @@
-"""Reusable memory for large vectors, on huge pages: to map new small ones takes as long as sending them
-(docs/dev/log.md)."""
+"""Reusable memory for large vectors, on huge pages.
+
+To map new small pages for a vector takes as long as sending the vector (docs/dev/log.md).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 
 LINE_BYTES = 64
-"""Of the processor's caches; numbers of any dtype may lie at a multiple of it."""
+"""Bytes of a line in the processor's caches; numbers of any dtype are aligned at a multiple of it."""
 
 
 def empty_vector(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,7 +52,7 @@ class Memory:
         self._idle.clear()
 
     def _take(self, num_bytes: int) -> mmap.mmap | None:
-        """Idle memory of at least this size, and not much more."""
+        """Idle memory of at least this size, but at most about twice as much; None if there is none."""
         for memory in list(self._idle):
             if num_bytes <= len(memory) - HUGE_PAGE_BYTES <= 2 * num_bytes:
                 with suppress(ValueError):  # another thread was faster
@@ -65,7 +67,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def whole_lines(num_bytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Round up to a multiple of a cache line."""
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
@@ -73,12 +75,12 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
     """Memory that contains a huge page boundary with this many bytes after it."""
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, **flags)
-    with suppress(OSError, AttributeError):  # a kernel without them
+    with suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _begin_of(memory: npt.NDArray[np.uint8], num_bytes: int) -> torch.Tensor:
-    """The first bytes from a huge page boundary on."""
+    """The first ``num_bytes`` bytes after a huge page boundary."""
     offset = -memory.ctypes.data % HUGE_PAGE_BYTES
     return torch.from_numpy(memory[offset : offset + num_bytes])

@@ -22,11 +22,11 @@ from manyhands.rpc.frames import UNREADABLE
 T = TypeVar("T")
 
 MAX_WEIGHT = 2.0**32
-"""Samples behind the vector of one peer: sums of many stay finite, and whole numbers stay exact."""
+"""Limit of the samples behind one peer's vector: so sums of many stay finite, and whole numbers exact."""
 MAX_SUM_WEIGHT = 2.0**52
-"""The same for the mean of many, in a grid of groups."""
+"""Limit of the samples behind the mean of many peers, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
-"""Bytes per second; far above any link."""
+"""Limit in bytes per second; far above any link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
@@ -48,7 +48,7 @@ MAX_PARTS = 4096
 
 
 class Late(enum.IntEnum):
-    """The peers waited for in vain as a group formed."""
+    """The kind of peers that the leader waited for in vain when a group formed."""
 
     NOBODY = 0
     GUESTS = 1
@@ -60,8 +60,8 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         step: global step, the number of optimizer steps made so far.
-        lineage: digest of all committed rounds that led here, which reveals a split at the next meeting; in a run also
-            of the roster here (:mod:`manyhands.averaging.roster`).
+        lineage: digest of all committed rounds that led here, and in a run of the roster here, too
+            (:mod:`manyhands.averaging.roster`); peers see by it that a run has split.
         group_key: group of the grid, in swarms that are too large for one; see docs/explanation/averaging.md.
     """
 
@@ -71,7 +71,7 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Mark(enum.IntFlag):
-    """What a manifest says of a member, beside its weight."""
+    """Flags of a member in a manifest."""
 
     CLIENT = 1  # it cannot be dialled
     IDLE = 2  # it gave a weight of 0
@@ -83,7 +83,7 @@ class Member(msgspec.Struct, frozen=True):
 
     Attributes:
         weight: samples behind its vector.
-        bandwidth: bytes per second that it says it sends; 0 if it does not know.
+        bandwidth: bytes per second that it can send, as it says; 0 if it does not know.
         may_reduce: false of a member that was blamed in its last round, and of guests while there is trouble: it owns a
             span only if nobody else can.
     """
@@ -104,7 +104,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         min_span_numel: smallest span in elements; a short vector is not reduced by all members.
         chunk_numel: the most elements that are encoded and reduced at once.
         codec: see docs/reference/wire.md.
-        time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
+        time_left_s: seconds that the leader had left for its round when it closed the group; 0 if it does not say.
         late: one of :class:`Late`.
     """
 
@@ -120,7 +120,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def group_id(self) -> bytes:
-        """A digest of all of the group: those whom the leader tells another group do not meet in a round."""
+        """A digest of the whole group: so members to which the leader sends different groups do not meet."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:NAME_BYTES]
 
     def rank_of(self, peer_id: PeerId) -> int | None:
@@ -130,7 +130,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     def bandwidths(self, ranks: Collection[int]) -> list[int]:
         """Bytes per second of the reducers among the members of these ranks; the median where unknown.
 
-        It is 0 for the others. Clients never reduce, and members that should not do only if nobody else can.
+        0 for the other members. Clients never reduce; members with ``may_reduce=False`` do only if nobody else can.
         """
         known = [member.bandwidth for member in self.members if member.bandwidth and not member.is_client]
         usual = statistics.median_low(known) if known else 1
@@ -149,20 +149,23 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         leader = self.rank_of(self.leader)
         assert leader is not None
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
+        marks = []
+        for rank, member in enumerate(self.members):
+            mark = Mark(0)
+            if member.is_client:
+                mark |= Mark.CLIENT
+            if member.weight == 0:
+                mark |= Mark.IDLE
+            if members is not None and rank not in members:
+                mark |= Mark.LEFT_OUT
+            marks.append(int(mark))
         return RoundManifest(
             self.group_id,
             self.position,
             leader,
             [member.peer_id for member in self.members],
             [0.0 if rank in absent else member.weight for rank, member in enumerate(self.members)],
-            [
-                int(
-                    Mark.CLIENT * member.is_client
-                    | Mark.IDLE * (member.weight == 0)
-                    | Mark.LEFT_OUT * (members is not None and rank not in members)
-                )
-                for rank, member in enumerate(self.members)
-            ],
+            marks,
             digest,
             list(parts),
             self.late,
@@ -174,18 +177,18 @@ class SpanResult(msgspec.Struct, frozen=True):
 
     start: Count
     stop: Count
-    reducer: Rank  # who averaged it
-    absent: list[Rank]  # in order, also of members with a weight of 0
+    reducer: Rank  # rank of the member that averaged it
+    absent: list[Rank]  # ascending; may contain members with a weight of 0
 
 
 class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a group committed.
+    """The record of a committed round.
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
         marks: by rank; flags of :class:`Mark`.
-        digest: of the means as sent; see :func:`digest_of_all`.
-        parts: of the whole vector, in order, unless all members with a weight contributed to all of it; else empty.
+        digest: digest of the means as sent; see :func:`digest_of_all`.
+        parts: the contributors to each part of the vector; empty if all members with a weight gave all parts.
         late: one of :class:`Late`.
     """
 
@@ -239,7 +242,7 @@ class JoinRequest(msgspec.Struct):
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
-    """The formed group, or the leader that the asked peer itself follows; neither if the asking one has asked again."""
+    """The formed group, or the leader that the asked peer follows; neither if the asking peer has asked again."""
 
     group: Group | None = None
     leader: PeerIdText = PeerId("")
@@ -247,37 +250,37 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
 
 
 class CallRequest(msgspec.Struct):
-    """Tells a peer that a round has begun at its position, and that the calling one leads it."""
+    """Tells a peer that a round has begun at its position, and that the calling peer leads it."""
 
     run_fingerprint: Digest
     position: Position
 
 
 class CallResponse(msgspec.Struct, omit_defaults=True):
-    """The leader of the called peer, if not the calling one."""
+    """The leader that the called peer follows, if that is not the calling peer."""
 
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
 
 
 class Accusation(msgspec.Struct, frozen=True):
-    """What a member reports about another one, by rank, or about itself."""
+    """A member's report about another member, or about itself, that it did wrong or did nothing."""
 
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False  # it sent forbidden data, rather than too little
-    is_stalled: bool = False  # it opened no stream, or sent nothing on it; else the accuser may have been given up
+    is_stalled: bool = False  # it opened no stream, or sent nothing; else it may have given up the accuser first
 
 
 class Vote(msgspec.Struct):
     """A member's report to the leader of its round, after each exchange (:mod:`.round.round_machine`).
 
     Attributes:
-        exchange: which one, from 0.
+        exchange: number of the exchange, counted from 0.
         digests: BLAKE3 of the means of each member's span, by rank, as this member holds them; empty for members that
-            reduce nothing. None at all if it lacks something.
-        parts: of the result that it holds, as in :class:`RoundManifest`.
-        reason: why it lacks something.
+            reduce nothing. No digests at all if the member lacks a part of the result.
+        parts: the contributors to the result that it holds, as in :class:`RoundManifest`.
+        reason: why it lacks a part of the result.
         accusations: members whose values or means did not come, and why.
     """
 
@@ -322,17 +325,17 @@ class VerdictQuery(msgspec.Struct):
     """
 
     group_id: Digest
-    exchange: ExchangeNumber = 0  # that the asking member is in
-    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # lost members that it knows
+    exchange: ExchangeNumber = 0  # the one that the asking member is in
+    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # of how many lost members the asking member knows
 
 
 class Verdict(msgspec.Struct):
     """How a round goes on.
 
     Attributes:
-        is_known: it is decided: ``manifest`` is set if it committed.
+        is_known: whether the round is decided; then ``manifest`` is set if it committed.
         reason: why it was aborted; if it committed, what went wrong, member by member.
-        blamed: by whose fault. Without a verdict, the members that the sender has lost.
+        blamed: the members at fault; while the round is not decided, the members that the sender has lost.
         again: the next exchange, if there is one.
     """
 
@@ -364,7 +367,7 @@ class StreamHeader(msgspec.Struct):
 
 @functools.lru_cache(maxsize=4096)
 def short_id(peer_id: PeerId) -> bytes:
-    """A few bytes that name a peer, for peers that may know it."""
+    """A few bytes that name a peer to others that know its id."""
     return hashlib.sha256(peer_id.encode()).digest()[:SHORT_ID_BYTES]
 
 
@@ -373,7 +376,7 @@ def readable_addresses(texts: Sequence[str]) -> list[Address]:
     return [address for text in texts[:MAX_ADDRESSES] if (address := _address_in(text)) is not None]
 
 
-@functools.lru_cache(maxsize=4096)  # the same ones come in every round and every record
+@functools.lru_cache(maxsize=4096)  # the same addresses come in every round and every record
 def _address_in(text: str) -> Address | None:
     try:
         return Address.parse(text)

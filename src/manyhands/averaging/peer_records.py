@@ -43,27 +43,27 @@ MAX_WALL_TIME = 1e11
 
 
 class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a peer publishes about itself, under its own signature.
+    """The record that a peer publishes about itself, under its own signature.
 
-    Fields with their default do not travel: an optimizer has none of an averager's, nor an averager any of its own.
+    Fields with their default are not sent, so an optimizer sends none of an averager's fields, and the other way round.
 
     Attributes:
-        position: of the peer; the ``step`` of an averager is the number of its round.
-        is_client: it cannot be dialled.
+        position: the peer's position; the ``step`` of an averager is the number of its round.
+        is_client: whether it cannot be dialled.
         ttl_s: lifetime of the record.
         seat: its place among the groups of a run that is too large for one.
         sketch: numbers computed from its values after its last step, as float32, to compare peers by; an averager
             has them in a grid alone. See :mod:`manyhands.averaging.sketch`.
-        sketch_step: the step of the position that this led to; 0 without a sketch.
+        sketch_step: the peer's step when it computed the sketch; 0 without a sketch.
         samples: accumulated since the last global step, and counted ``counted_s_ago`` seconds before publication.
         lineage_samples: samples in all the committed steps that led to this position.
         batch_s: seconds for a batch; 0 if not known yet.
-        is_auxiliary: it has no data; it averages with the others, and may lead where none of them can.
+        is_auxiliary: whether it has no data; it averages with the others, and may lead where none of them can.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
         claim: at step 0, why the run should begin from its parameters; see
             :class:`manyhands.optim.run.progress.Claim`.
         tensors: fingerprint of an averager's list of tensors, which ``summary`` has in words.
-        num_steps: how many it has begun, as an averager.
+        num_steps: number of steps that an averager has begun.
     """
 
     position: Position
@@ -102,11 +102,11 @@ def peer_key(run_id: str, kind: str) -> str:
 
 
 class SeenRecord(msgspec.Struct, frozen=True, gc=False):
-    """A record of another peer. Whatever is learnt of a peer makes another object.
+    """A record of another peer. It is replaced, and never changed, when something new is learnt of the peer.
 
     Attributes:
         expires_at: until when it counts (loop time).
-        is_direct: it was learnt from a round or from the peer itself, not from the DHT.
+        is_direct: whether it was learnt from a round or from the peer itself, not from the DHT.
     """
 
     record: PeerRecord
@@ -120,18 +120,19 @@ class SeenRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 def _is_outdated(known: SeenRecord, news: SeenRecord) -> bool:
-    """Whether what is known of a peer takes precedence over a record of it that is read now."""
+    """Whether a record that is read now is older than what is known of its peer."""
     here, there = known.record.position, news.record.position
     says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
-    return says_less and known.is_direct and news.since <= known.since + MOMENT_S  # it may have been on its way
+    was_on_its_way = news.since <= known.since + MOMENT_S
+    return says_less and known.is_direct and was_on_its_way
 
 
 class PeerRecords:
     """The records of the others, as last read, and that of this peer, if it publishes any. Lives on the network thread.
 
     Args:
-        kind: of the records' key.
-        min_period_s: from one record of this peer to the next, which contains all changes since.
+        kind: the kind in the key of the records.
+        min_period_s: the least time between two records of this peer; a record contains all changes since the last.
 
     Attributes:
         own: what this peer would publish now; only a peer that publishes has it.
@@ -161,7 +162,7 @@ class PeerRecords:
         self.last_said_goodbye = False
 
     def _look_at_own(self, seen: SeenRecord, now: float) -> None:
-        """A record under this peer's own id was read."""
+        """Hook for subclasses: a record under this peer's own id was read."""
 
     def observed(self) -> Mapping[PeerId, SeenRecord]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
@@ -185,12 +186,14 @@ class PeerRecords:
         """Read the records of all peers.
 
         Args:
-            quickly: from one holder, which may have missed some; earlier reads of these still count.
+            quickly: read from one holder only. It may lack some records; earlier reads of these still count.
         Raises:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
-        now, own_id, sequences = asyncio.get_running_loop().time(), self._endpoint.peer_id, self._sequences
+        now = asyncio.get_running_loop().time()
+        own_id = self._endpoint.peer_id
+        sequences = self._sequences
         for subkey, stored in answer.items():
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
@@ -261,11 +264,11 @@ class PeerRecords:
         self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)
 
     def _record_to_publish(self) -> PeerRecord | None:
-        """What to publish now; None to publish nothing."""
+        """The record to publish now; None to publish nothing."""
         return msgspec.structs.replace(self.own, addresses=self._addresses())
 
     def _addresses(self) -> list[str]:
-        """Those of this peer now: they may change while it runs."""
+        """This peer's addresses now: they may change while it runs."""
         return [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
 
     def publish_soon(self, *, urgently: bool = False) -> None:
@@ -291,7 +294,8 @@ class PeerRecords:
         record = self._record_to_publish()
         if record is None:
             return
-        self.published, num_holders = (record, asyncio.get_running_loop().time()), 0
+        self.published = (record, asyncio.get_running_loop().time())
+        num_holders = 0
         try:
             value = msgspec.to_builtins(record, builtin_types=(bytes,))
             num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._endpoint.peer_id)
@@ -302,9 +306,9 @@ class PeerRecords:
             self.published = None
 
     async def say_goodbye(self) -> None:
-        """Tell the others that this peer left the run, if that takes no longer than a moment.
+        """Tell the others that this peer leaves the run, within ``MOMENT_S``.
 
-        A lost goodbye costs them the lifetime of a record.
+        If that fails, they notice it when the record expires.
         """
         try:
             async with time_limit(MOMENT_S, "saying goodbye to the run"):

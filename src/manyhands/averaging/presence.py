@@ -45,13 +45,13 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_OTHER_RUNS = 8
-"""Other runs that are looked at where a run id may be mistyped."""
+"""Limit of the other runs that are looked at when a run id may be mistyped."""
 LAST_ROUND = 2**48
-"""Round numbers go up to here: 8,900 years of a thousand rounds a second."""
+"""The highest round number: 8,900 years of a thousand rounds a second."""
 
 
 def first_position(run_id: str) -> Position:
-    """The first position of all peers."""
+    """The position at which the averagers of a run begin."""
     return Position(0, hashlib.sha256(f"averaging {run_id}".encode()).digest())
 
 
@@ -86,11 +86,12 @@ class PresenceTracker(PeerRecords):
     ) -> None:
         super().__init__(endpoint, dht, run_id, AVERAGING_KIND, PUBLISH_S)
         self.own = PeerRecord(first_position(run_id), endpoint.client_mode, [], tensors=tensors, summary=summary)
-        self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
+        # connected peers that did not come, with the number of steps that they had begun then
+        self._absent: dict[PeerId, int] = {}
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
         self._rng = rng
-        self._step: Step | None = None  # in a grid
+        self._step: Step | None = None  # only in a grid
         self.called = asyncio.Event()
         self._tasks = TaskOwner("presence")
 
@@ -135,7 +136,10 @@ class PresenceTracker(PeerRecords):
     def expected(self) -> Mapping[PeerId, bool]:
         """The peers in this peer's group that are here or come here when they step; True for those that cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
-        step, position, missing, expected = self._step, self.own.position, self.missing(), {}
+        step = self._step
+        position = self.own.position
+        missing = self.missing()
+        expected = {}
         for peer_id, record in self._fitting().items():
             if step is None:
                 is_here = order_of(record.position) <= order_of(position)
@@ -147,7 +151,7 @@ class PresenceTracker(PeerRecords):
         return expected
 
     def attendees(self) -> Attendees:
-        """Those of the next round, without a roster: an averager that comes later does not know the rounds before."""
+        """The attendees of the next round, without a roster: an averager that came later does not know all rounds."""
         return Attendees.of(self._endpoint, self.position(), self.expected())
 
     def report_missing(self, peer_id: PeerId) -> None:
@@ -214,7 +218,7 @@ class PresenceTracker(PeerRecords):
         self._update(sketch=sketch, sketch_step=self.own.position.step)
 
     def disagreement(self) -> float | None:
-        """The distance between the peers after this peer's last step, by what they published."""
+        """The distance between the peers after this peer's last step, from the samples that they published."""
         own, fitting = self.own, self._fitting().values()
         others = [record.sketch for record in fitting if record.sketch_step == own.sketch_step]
         return disagreement_of([own.sketch, *others])
@@ -225,7 +229,7 @@ class PresenceTracker(PeerRecords):
         return max([self.own.position, *positions], key=order_of)
 
     def holders(self) -> tuple[Position, list[PeerId]]:
-        """The highest position of the others that this peer can ask, and who is there."""
+        """The highest position among the other peers that this one can ask, and the peers that are there."""
         positions = {
             peer_id: record.position
             for peer_id, record in self._fitting().items()
@@ -235,8 +239,10 @@ class PresenceTracker(PeerRecords):
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
-        """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = order_of(self.own.position), self._fitting(), self.missing()
+        """Whether one of these peers is behind this one, as last read. Peers that left or are missing do not count."""
+        own = order_of(self.own.position)
+        fitting = self._fitting()
+        missing = self.missing()
         return any(
             order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers

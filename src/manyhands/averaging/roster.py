@@ -1,4 +1,4 @@
-"""The roster of a run: which peers are its members, by the manifests of its committed rounds alone. Pure.
+"""The roster of a run: its members, as they follow from the manifests of its committed rounds alone. Pure.
 
 All peers at one position have seen the same manifests, so they have the same roster (docs/adr/0031-one-roster.md). The
 lineage of a position covers it.
@@ -8,9 +8,9 @@ in a committed round a peer                         its standing after it
 ==================================================  =================================================================
 gave values, and was in the last exchange           *complete*: ``complete`` rises by one, ``missed`` is 0
 is accused by two members; or by one, and by        *at fault*: it is a guest, ``complete`` is 0, ``faults`` rises by
-another one in an earlier round                     one; of the members at most a third in one round
-is accused by one member                            it stays as it was, and is *doubted*; so does its accuser, if it
-                                                    is a member itself
+another one in an earlier round                     one; at most a third of the members are demoted in one round
+is accused by one member                            it is *doubted*, and else stays as it was; if it is a member, its
+                                                    accuser stays as it was, too
 accuses several members that no other one accuses   it is at fault, and those that it accuses are not doubted
 should have led before the leader                   its turn is over; it is at fault only if members were late
 was left out of the last exchange, or gave a        it stays as it was; with a weight of 0 it is not accused
@@ -18,19 +18,32 @@ weight of 0
 was not in the group                                ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves
 ==================================================  =================================================================
 
-A reducer accuses the members of the group that are absent from its part of the vector, and the leader those that it has
-left out. Only the word of members of the roster counts, and what guests do to one of them costs it nothing: identities
-are free. As long as there are no members, all peers count as such.
+The manifest says who did what, and each statement has its author:
 
-A guest with ``QUALIFYING`` complete rounds becomes a member, in a calm round, and only so many of them in one round. If
-not more than half of the members took part, nothing changes, as the round may be that of a split. After ``MAX_FROZEN``
-such rounds in a row the complete peers are the members of a roster that is founded anew.
+===========================  =========================================================================================
+in the manifest              written by
+===========================  =========================================================================================
+``parts[].absent``           the reducer of the part, which so accuses the members whose values it lacks
+``Mark.LEFT_OUT``            the leader, which so accuses members that it left out of an exchange (``round/count.py``)
+``Mark.IDLE``, a weight      the member itself, when it asked for a place
+``leader``, ``members``      the leader, when it closed the group
+``late``                     the leader, when it closed the group (``Close`` in ``matchmaking/matchmaking_machine.py``)
+===========================  =========================================================================================
+
+Only accusations by members of the roster count, and no accusation by a guest costs a member anything: identities are
+free. As long as there are no members, all peers count as such.
+
+A guest with ``QUALIFYING`` complete rounds becomes a member in a calm round; in one round at most a quarter as many as
+there are members, but at least one. If not more than half of the members took part, all standings stay, but for turns
+that are over, as the round may be that of a split. After ``MAX_FROZEN`` such rounds in a row the complete peers are the
+members of a roster that is founded anew.
 
 Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS`` complete rounds take one fault away.
 
-A round is *troubled* if a member was demoted in it or members were late. Trouble in the last rounds halves the patience
-of all, and ends the time in which guests become members, whoever caused it. So many identities together cost a run no
-more than a few (``benchmarks/roster_attacks.py``).
+A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
+not in the group, or a peer that should have led did not. Each recent troubled round halves the patience of all, and
+while there are several, no guest becomes a member, whoever caused them. So many identities together cost a run no more
+than a few do (``benchmarks/roster_attacks.py``).
 """
 
 from __future__ import annotations
@@ -51,36 +64,37 @@ QUALIFYING = 3
 GOOD_ROUNDS = 10
 """Complete rounds that take one fault away."""
 MAX_FAULTS = 2
+"""Faults are counted up to this number; a peer with so many is barred for some rounds after the last one."""
 BARRED_ROUNDS = 3
-"""For so many rounds a peer gets no place after a fault that is not its first one."""
+"""A peer gets no place for so many rounds after a fault that is not its first one."""
 MAX_MISSED = 8
 """Rounds in a row that a peer may miss before it leaves the roster."""
 MAX_FROZEN = 16
 """Rounds in a row without a majority of the members, after which the roster is founded anew."""
 MEMORY = 16
-"""Rounds that count as recent."""
+"""The number of rounds that count as recent."""
 MEMBERS_FOR_TROUBLE = 16
-"""One troubled round in ``MEMORY`` is calm; so is one more for each so many members."""
+"""A run is calm with one troubled round in ``MEMORY``, and with one more for each this many members."""
 MAX_FORMER = 256
-"""Members that left, and still count where a run has split."""
+"""Limit of the remembered members that have left: they still count where a run has split."""
 MAX_STANDINGS = 4096
-"""Of a roster; of more peers, the guests that have missed the most rounds leave first."""
+"""Limit of the standings in a roster: of more, the guests that have missed the most rounds leave first."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
     """The standing of one peer.
 
     Attributes:
-        complete: committed rounds in which it did its whole part, since it last failed to; begins again at
-            ``QUALIFYING`` after ``GOOD_ROUNDS``.
-        missed: committed rounds in a row without it.
+        complete: committed rounds in which the peer did its whole part since it was last at fault; set back to
+            ``QUALIFYING`` at ``GOOD_ROUNDS``.
+        missed: committed rounds in a row without the peer.
         led: the number of the last round that it led or should have led, or in which it became a member.
         is_member: whether it leads, is waited for, is believed, and counts where the peers of the run disagree.
         can_lead: whether it could be dialled in the last round with it.
         doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
-        cleared: these rounds, as long as it is doubted.
+        cleared: the number of complete rounds since that accusation; 0 while it is not doubted.
         faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
-        fault_round: the number of the last such round.
+        fault_round: the number of the round in which it was last at fault.
     """
 
     complete: Count = 0
@@ -95,12 +109,16 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     def completed(self) -> Standing:
         """The standing after a round in which the peer did its part."""
-        complete, faults = self.complete + 1, self.faults
+        complete = self.complete + 1
+        faults = self.faults
         if complete >= GOOD_ROUNDS:
-            complete, faults = QUALIFYING, max(faults - 1, 0)
-        cleared, doubted_by = self.cleared + 1 if self.doubted_by else 0, self.doubted_by
+            complete = QUALIFYING
+            faults = max(faults - 1, 0)
+        doubted_by = self.doubted_by
+        cleared = self.cleared + 1 if doubted_by else 0
         if cleared >= QUALIFYING:
-            cleared, doubted_by = 0, PeerId("")
+            cleared = 0
+            doubted_by = PeerId("")
         return msgspec.structs.replace(
             self, complete=complete, missed=0, faults=faults, doubted_by=doubted_by, cleared=cleared
         )
@@ -116,13 +134,13 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attendance(msgspec.Struct, frozen=True):
-    """What a manifest says of the members of its group.
+    """The attendance of a committed round, as its manifest says.
 
     Attributes:
-        group: who can lead, by peer id.
-        unproven: those that gave a weight of 0, or were not in the last exchange.
-        accused: by whom a peer was accused; only peers that gave a weight.
-        late: who was waited for in vain as the group formed.
+        group: the members of the group, each with whether it can lead.
+        unproven: members that gave a weight of 0, or were not in the last exchange.
+        accused: for each accused peer, its accusers; only peers that gave a weight are accused.
+        late: the kind of peers that were waited for in vain when the group formed (:class:`Late`).
     """
 
     leader: PeerId
@@ -134,18 +152,20 @@ class Attendance(msgspec.Struct, frozen=True):
     @staticmethod
     def of(manifest: RoundManifest) -> Attendance:
         """Read a manifest."""
-        members, leader = manifest.members, manifest.members[manifest.leader]
+        members = manifest.members
+        leader = members[manifest.leader]
         reducers = {members[part.reducer] for part in manifest.parts}
         absent_from: dict[int, set[PeerId]] = defaultdict(set)
         for part in manifest.parts:
             for rank in part.absent:
                 absent_from[rank].add(members[part.reducer])
-        unproven, accused = set[PeerId](), dict[PeerId, Collection[PeerId]]()
+        unproven: set[PeerId] = set()
+        accused: dict[PeerId, Collection[PeerId]] = {}
         for rank, (peer_id, mark) in enumerate(zip(members, manifest.marks, strict=True)):
             if mark & (Mark.IDLE | Mark.LEFT_OUT):
                 unproven.add(peer_id)
             if not mark & Mark.IDLE:
-                # of one that no reducer has heard of the leader alone says that it is in the group
+                # if no reducer has any of its values, the leader alone says that it is in the group
                 is_silent = len(reducers) > 1 and absent_from[rank] == reducers
                 accusers = {leader} if mark & Mark.LEFT_OUT or is_silent else absent_from[rank]
                 if others := accusers - {peer_id}:
@@ -155,7 +175,7 @@ class Attendance(msgspec.Struct, frozen=True):
 
     @staticmethod
     def alone(peer_id: PeerId, *, can_lead: bool) -> Attendance:
-        """That of a step which a peer makes alone."""
+        """The attendance of a step that a peer makes alone."""
         return Attendance(peer_id, {peer_id: can_lead})
 
 
@@ -163,7 +183,9 @@ class Judged(msgspec.Struct, frozen=True):
     """The peers that did their part in a round, those at fault, and who doubts whom.
 
     Attributes:
-        present: those that are not at fault, gave values, and were in the last exchange.
+        complete: peers that are present, are not doubted, and do not alone accuse a member.
+        present: peers that are not at fault, gave values, and were in the last exchange.
+        doubted: for each doubted peer, the member that accuses it.
     """
 
     complete: frozenset[PeerId]
@@ -177,9 +199,9 @@ class Roster(msgspec.Struct, frozen=True):
 
     Attributes:
         round: number of the last committed round.
-        troubled: of the last rounds, the newest first, whether there was trouble in each.
-        guests_late: likewise, whether anybody was late.
-        frozen: rounds in a row that changed nothing, as not more than half of the members took part.
+        troubled: for each of the last rounds, the newest first, whether it was troubled.
+        guests_late: likewise, whether any peer was waited for in vain.
+        frozen: rounds in a row that changed no standing, as not more than half of the members took part.
         former: members that have left, the last ones at the end.
     """
 
@@ -198,7 +220,7 @@ class Roster(msgspec.Struct, frozen=True):
         return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_member)
 
     def leaders(self, strangers: Iterable[PeerId] = ()) -> list[PeerId]:
-        """Who leads the next round: the first one, or the next that can be reached; in turns.
+        """The peers that may lead the next round, in order: the first one leads, or the next that can be reached.
 
         Members come first, the one that led longest ago at the head; then guests, with more complete rounds first; then
         strangers that can be dialled, by peer id. A peer that is barred does not lead.
@@ -225,7 +247,7 @@ class Roster(msgspec.Struct, frozen=True):
 
     @property
     def waits_for_guests(self) -> bool:
-        """Whether guests are waited for: nobody was late lately."""
+        """Whether guests are waited for: in recent rounds no peer was waited for in vain."""
         return not any(self.guests_late)
 
     def is_hurried(self, peer_id: PeerId) -> bool:
@@ -240,7 +262,7 @@ class Roster(msgspec.Struct, frozen=True):
         return sum(self.troubled)
 
     def digest(self) -> bytes:
-        """SHA-256, in whatever order the peers came."""
+        """SHA-256 of the roster; the order in which its peers were added does not matter."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="sorted")).digest()
 
     # the next one
@@ -257,7 +279,7 @@ class Roster(msgspec.Struct, frozen=True):
                 return self._founded(result.complete, attendance, number)
             return self._with_turns(attendance, skipped, number)
         faulty_members = sorted(result.at_fault & members, key=lambda peer_id: (peer_id not in skipped, peer_id))
-        demoted = faulty_members[: len(members) // 3]  # a round alone does not change who most members are
+        demoted = faulty_members[: len(members) // 3]  # one round does not change who most members are
         at_fault = (result.at_fault - members) | set(demoted)
         known = set(self.standings) | ((result.complete | at_fault | result.doubted.keys()) & attendance.group.keys())
         standings: dict[PeerId, Standing] = {}
@@ -293,7 +315,7 @@ class Roster(msgspec.Struct, frozen=True):
         return after._with_new_members(result.complete)
 
     def _with_turns(self, attendance: Attendance, skipped: set[PeerId], number: int) -> Roster:
-        """The roster after a round without most members: only whose turn is over, and whether there was trouble."""
+        """The roster after a round without most members: only turns that are over, and trouble, are noted."""
         over = skipped | {attendance.leader}
         standings = {
             peer_id: msgspec.structs.replace(standing, led=number) if peer_id in over else standing
@@ -309,7 +331,7 @@ class Roster(msgspec.Struct, frozen=True):
         )
 
     def _is_troubled(self, attendance: Attendance) -> bool:
-        """Whether members were late: somebody must have been passed over, or is not in the group."""
+        """Whether members were late, and it shows: a leader was passed over, or a member is not in the group."""
         is_shown = self._skipped(attendance.leader) or self.members - attendance.group.keys()
         return attendance.late == Late.MEMBERS and bool(is_shown)
 
@@ -341,7 +363,7 @@ class Roster(msgspec.Struct, frozen=True):
         return Judged(frozenset(present - unclear), frozenset(present), frozenset(at_fault), doubted)
 
     def _skipped(self, leader: PeerId) -> set[PeerId]:
-        """Those that should have led before this leader."""
+        """The peers that should have led before this leader."""
         leaders = self.leaders()
         return set(leaders[: leaders.index(leader)] if leader in leaders else leaders)
 
@@ -361,7 +383,7 @@ class Roster(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, standings=standings)
 
     def _founded(self, founders: Collection[PeerId], attendance: Attendance, number: int) -> Roster:
-        """A roster whose members are the contributors of a round; faults are not forgotten."""
+        """A roster whose members are the complete peers of a round; faults are not forgotten."""
         standings = {
             peer_id: msgspec.structs.replace(standing, is_member=False)
             for peer_id, standing in self.standings.items()
@@ -386,7 +408,7 @@ make_ready(Roster)
 
 
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
-    """At most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
+    """Keep at most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
 
     def order(peer_id: PeerId) -> tuple[bool, int, int, PeerId]:
         standing = standings[peer_id]
@@ -396,7 +418,7 @@ def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
 
 
 def check_roster(roster: Roster) -> None:
-    """Raises ``ValueError`` if no committed rounds lead to a roster that another peer has sent."""
+    """Check a roster that another peer has sent; raises ``ValueError`` if no committed rounds can lead to it."""
     standings = roster.standings.values()
     lengths = (
         (len(standings), MAX_STANDINGS),
@@ -427,7 +449,7 @@ def lineage_of(seal: bytes, roster: Roster) -> bytes:
     """The lineage of a position.
 
     Args:
-        seal: digest of all that led there.
+        seal: digest of the rounds that led there, see :func:`next_place`.
     """
     return lineage_with(seal, roster.digest())
 

@@ -58,13 +58,13 @@ class CommittedRound:
 
     Attributes:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
-            this member lacks what most hold. To follow them, it must get this step from one of them, or their state.
+            this member lacks the mean that most hold: it must get this step, or the state, from one of them.
         averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
-        usual_norm: of the members' values; 0 without limits.
-        means: as they were sent, in memory that later rounds use again; None if ``averaged_N`` is.
-        may_be_lacking: a member was lost, so that others may not hold the means.
+        usual_norm: median norm of the members' values; 0 without limits.
+        means: the means as they were sent, in memory that later rounds overwrite; None if ``averaged_N`` is None.
+        may_be_lacking: whether other members may lack the means, as a member was lost.
     """
 
     averaged_N: torch.Tensor | None
@@ -84,7 +84,7 @@ class RoundRunner:
     Args:
         run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of the settings that all peers of the run share; a peer with another one is refused.
-        meeting: where, and with whom, the rounds are.
+        meeting: says where and with whom the rounds are.
         limits: bounds on what one member can do to the mean, the same on all peers of the run; None for no bounds.
 
     Raises:
@@ -92,7 +92,7 @@ class RoundRunner:
 
     Attributes:
         matchmaker: finds the groups.
-        memory: that only rounds need; free it while there is none.
+        memory: memory that only rounds need; it may be freed between rounds.
     """
 
     def __init__(
@@ -121,13 +121,17 @@ class RoundRunner:
         self._answers = Answers(own, self.matchmaker)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
-        self._meter = RoundMeter()  # of the current round, and so is this one:
-        self._deadline = 0.0
+        self._meter = RoundMeter()  # of the current round
+        self._deadline = 0.0  # of the current round
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
-        """Drop the error feedback, of values that are gone, except (if so) what a sparse codec has not sent yet."""
+        """Drop the error feedback, as the values that it belongs to are gone.
+
+        Args:
+            keeps_unsent: with a sparse codec, keep it: it holds the values that were not sent yet.
+        """
         if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
@@ -156,19 +160,19 @@ class RoundRunner:
             flat_N: finite float32 (or float64, on all members) on the CPU, contiguous. The caller must not change it
                 before this returns. It is written only if there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
-            shapes: of the tensors in the vector, in order. Default: one of one dimension, encoded without loss.
+            shapes: of the tensors in the vector, in order. Default: one tensor of one dimension, encoded without loss.
             timeout_s: limit of this round, if less than ``averaging_timeout_s``.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
                 aborted. An exception from it ends the round for this peer.
-            part: which of several vectors this is, if they take turns: each has an error feedback of its own.
+            part: number of this vector, if several vectors take turns: each has an error feedback of its own.
             norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
                 None if the members bring values of their own.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
             NothingToAverage: likewise, because all members gave a weight of 0.
-            TooSlow: likewise, because the lines are too slow; the reason says what to change, if the next one does not.
+            TooSlow: likewise, as the lines are too slow; the reason says what to change, or what the next round does.
             ConfigError: the weight breaks its rule.
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
@@ -178,7 +182,8 @@ class RoundRunner:
         shapes = shapes if shapes is not None else [flat_N.shape]
         group = await self._find_group(weight, gather_s)
         formed_at = self._loop.time()
-        ends_at = min(self._deadline, formed_at + (group.time_left_s or math.inf))  # for this peer or for the leader
+        leader_ends_at = formed_at + (group.time_left_s or math.inf)
+        ends_at = min(self._deadline, leader_ends_at)
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
         hurried = frozenset(self.matchmaker.hurried(group.members))
         times = RoundTimes(self._config, group, contribution.rank, self._deadline, ends_at, hurried)
@@ -192,7 +197,8 @@ class RoundRunner:
                 await run_to_end(functools.partial(feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
-            seconds, available_s = self._loop.time() - formed_at, ends_at - formed_at
+            seconds = self._loop.time() - formed_at
+            available_s = ends_at - formed_at
             if driver.was_moving and is_pace_known(seconds, available_s) and not contribution.plan.passes_on:
                 num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
                 rate = self._bandwidth.end_slow_round(num_bytes, seconds)
@@ -213,7 +219,9 @@ class RoundRunner:
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
         """Say that the lines are too slow for a round, and what the next one takes or what to change."""
-        num_peers, setting, numel = len(group.members), self._config.codec, flat_N.numel()
+        num_peers = len(group.members)
+        setting = self._config.codec
+        numel = flat_N.numel()
         codec = codec_of_code(group.codec, setting)
         others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
         following = chosen_codec(setting, [round(rate)], map(self._endpoint.rtt_s, others))
@@ -235,7 +243,8 @@ class RoundRunner:
         started, timeout_s = self._loop.time(), self._left_s()
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                bandwidth, may_reduce = self._bandwidth.bandwidth, self._bandwidth.may_reduce
+                bandwidth = self._bandwidth.bandwidth
+                may_reduce = self._bandwidth.may_reduce
                 group = await self.matchmaker.find_group(weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
@@ -252,8 +261,10 @@ class RoundRunner:
             verdict = await driver.run()
         finally:
             self._answers.end(driver)
-            blamed, is_committed = ((), False) if verdict is None else (verdict.blamed, verdict.manifest is not None)
-            self.matchmaker.round_over(group, blamed, is_committed=is_committed)
+            if verdict is None:
+                self.matchmaker.round_over(group, (), is_committed=False)
+            else:
+                self.matchmaker.round_over(group, verdict.blamed, is_committed=verdict.manifest is not None)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
             self._meter.num_bytes_sent += driver.num_bytes_sent
@@ -295,7 +306,8 @@ class RoundRunner:
             feedbacks = self._feedbacks.get(part)
             if feedbacks is None or feedbacks.plan.segments != plan.segments:  # the first round, or another codec
                 self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
-            if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
+            weight = group.members[rank].weight
+            if weight > 0 and not plan.passes_on:  # the feedback of a sparse codec is not scaled
                 feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Contribution(
             group=group, rank=rank, flat_N=flat_N, plan=plan, refill=refill, memory=self.memory,

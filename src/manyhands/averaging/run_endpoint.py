@@ -27,7 +27,7 @@ class RunEndpoint:
         self._endpoint = endpoint
         self.run_id = run_id
         self._gate = RunGate(endpoint, run_id)
-        self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
+        self._methods: dict[str, Method[Any, Any]] = {}  # by name without the run id
         self.peer_id = endpoint.peer_id
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
@@ -55,7 +55,7 @@ class RunEndpoint:
         return f"{self.run_id}.{name}"
 
     def method(self, method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT]:
-        """A method, as that of this run."""
+        """A method under its name in this run."""
         if method.name not in self._methods:
             self._methods[method.name] = Method(self.name_of(method.name), method.request, method.response)
         return self._methods[method.name]
@@ -76,7 +76,7 @@ class RunEndpoint:
         """Call a peer; in a run with a charter, once both peers know that the other may take part.
 
         Raises:
-            Unavailable: also if the peer takes no part in the run: it serves the calls of its run before it publishes.
+            Unavailable: also if the peer takes no part in the run. A peer that has published a record serves its calls.
         """
         named = self.method(method)
         try:

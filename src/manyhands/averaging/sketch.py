@@ -11,12 +11,12 @@ import math
 import struct
 from collections.abc import Sequence
 
-NUM_VALUES = 16  # estimates a distance within a fifth or so, and a record stays small
+NUM_VALUES = 16  # so many estimate a distance within a fifth or so, and keep a record small
 MAX_SKETCH_BYTES = 4 * NUM_VALUES
 
 
 def sketched_indices(numel: int, round_number: int) -> list[int]:
-    """The indices of the values that all peers publish after a round; drawn anew for each round."""
+    """The indices of the values that all peers publish after a round; other ones for each round."""
     seed = hashlib.sha512(f"sketch after round {round_number}".encode()).digest()
     return [number % numel for number in struct.unpack(f"<{NUM_VALUES}I", seed)] if numel else []
 

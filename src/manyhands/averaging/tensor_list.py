@@ -29,8 +29,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """The properties of a tensor that must be equal on all members.
 
     Attributes:
-        dtype: as in ``float32``.
-        device: its kind, as in ``cpu`` or ``cuda``.
+        dtype: its name, such as ``float32``.
+        device: the kind of device, such as ``cpu`` or ``cuda``.
     """
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class TensorList:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """In the order of the tensors in the vector."""
+        """Shapes of the tensors, in their order in the vector."""
         return [tensor.shape for tensor in self._tensors]
 
     def fingerprint(self) -> bytes:
@@ -91,7 +91,7 @@ class TensorList:
     def values(self) -> torch.Tensor:
         """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
 
-        It is a copy, in memory of released vectors, because another thread may free or resize a tensor during a send.
+        It is a copy, because another thread may free or resize a tensor during a send. Its memory is used again later.
 
         Raises:
             ConfigError: a tensor has changed.
@@ -127,7 +127,7 @@ class TensorList:
         self.assign_each([part.view(spec.shape) for part, spec in parts])
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
-        """As :meth:`assign`, from a tensor for each."""
+        """Like :meth:`assign`, with a tensor of values for each tensor."""
         self.check_unchanged()
         with self._writing, uninterrupted(), torch.no_grad():
             for tensor, value in zip(self._tensors, values, strict=True):

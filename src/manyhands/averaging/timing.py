@@ -1,5 +1,7 @@
 """All durations of the engine (``averaging`` and ``optim``), in seconds. Pure; imports nothing of the package.
 
+A *look* is ``LOOK_S``, an *answer* is ``ANSWER_S``, and so on.
+
 ====================  =========  ===================================================================================
 chosen                seconds    because
 ====================  =========  ===================================================================================
@@ -8,45 +10,45 @@ chosen                seconds    because
 ``SOON_S``            0.02       wait of a thread for the next piece of a stream, and period of polls for what is
                                  due at any moment
 ``LOOK_S``            0.25       period of all other polls: it adds little to the time of an answer
-``ANSWER_S``          2          a live peer answers a call: several round trips of the longest links, and a pause
-                                 of a busy machine
-``DIAL_S``            5          a dial to a machine that is off the network fails
+``ANSWER_S``          2          a live peer answers a call within it: several round trips of the longest links, and
+                                 a pause of a busy machine
+``DIAL_S``            5          after it, a dial to a machine that is off the network fails
 ``SLOW_ANSWER_S``     8          an answer on the slowest links; missing heartbeats end the connection soon after,
                                  in any case (8.5 s)
-``LOG_S``             10         a person who watches wants news about as often
-``RECORD_S``          30         lifetime of a record: the loss of a machine goes unnoticed no longer
+``LOG_S``             10         time between two messages for a person who watches
+``RECORD_S``          30         lifetime of a record: after it, the loss of a machine is noticed at the latest
 ``MINUTE_S``          60         routers forget a connection that was unused for longer; a person is reminded of a
                                  lasting fault about as often
-``SHUN_S``            600        a peer that misbehaved, or cannot be reached, is passed over
-``RANK_S``            7,200      wait for another rank that lives: it may be evaluating, or rank 0 downloading
-``DAY_S``             86,400     bound of all that users and other peers may ask for, and of a download
+``SHUN_S``            600        a peer that misbehaved, or cannot be reached, is passed over for this long
+``RANK_S``            7,200      limit of the wait for a live rank: it may be evaluating, and rank 0 downloading
+``DAY_S``             86,400     limit of all times that users and other peers ask for, and of a download
 --------------------  ---------  -----------------------------------------------------------------------------------
 derived               seconds    because
 --------------------  ---------  -----------------------------------------------------------------------------------
-``PUBLISH_S``         0.125      half a look. An averager publishes no more often; its next record has all changes
-``BRIEF_S``           0.5        two looks. No attempt begins with less time; the withdrawal of a record takes no
-                                 more; a donor that was full is asked again
-``MOMENT_S``          1          half an answer. A record or a message that is on its way arrives; a training loop
-                                 waits no longer for a read of the records
-``LATE_ANSWER_S``     3          an answer and a moment. An averager has read the records; a peer that has just
-                                 come is seen
-``TWO_ANSWERS_S``     4          a peer that did not answer had time to answer again, or another peer in its place
-``FOUR_ANSWERS_S``    8          the same, for a peer that first has to find out the same about another one
+``PUBLISH_S``         0.125      half a look. Least time between two records of an averager; a record has all changes
+``BRIEF_S``           0.5        two looks. With less time left no attempt begins; limit for the withdrawal of a
+                                 record; pause before a donor that was full is asked again
+``MOMENT_S``          1          half an answer. By then a record or a message that was on its way has arrived; a
+                                 training loop waits no longer for a read of the records
+``LATE_ANSWER_S``     3          an answer and a moment. By then an averager has read the records, and the others
+                                 see a peer that has just come
+``TWO_ANSWERS_S``     4          meanwhile a silent peer could answer again, or another peer answer in its place
+``FOUR_ANSWERS_S``    8          the same, where that peer itself waits ``TWO_ANSWERS_S`` for another one
 ``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read or another step
-``STALL_S``           20         four dials. A transfer that moved less than 256 KiB, or a call to the network
-                                 thread, is given up; a peer that is outvoted goes where the others are
-``JOIN_S``            40         a record's lifetime and two dials. The link of a newcomer is up again, or a client
-                                 with the state has connected to it
+``STALL_S``           20         four dials. After it, a transfer that moved less than 256 KiB, or a call to the
+                                 network thread, is given up; a peer that is outvoted goes where the others are
+``JOIN_S``            40         a record's lifetime and two dials. By then the link of a newcomer is up again, or a
+                                 client with the state has connected to it
 ``TWO_MINUTES_S``     120        a stream that was unused for ``MINUTE_S`` stays unused; four lifetimes of a record
                                  without any other peer are no accident
-``IDLE_S``            300        ten lifetimes of a record. A peer that does nothing is not waited for
-``METRICS_S``         600        twice that. Lifetime of metrics, for monitors that are started later
+``IDLE_S``            300        ten lifetimes of a record. A peer that did nothing for so long is not waited for
+``METRICS_S``         600        twice ``IDLE_S``. Lifetime of metrics, for monitors that are started later
 ====================  =========  ===================================================================================
 
-:mod:`.round.times` says how long a round waits for whom. The rest is the user's: ``matchmaking_time_s``,
+:mod:`.round.times` says how long a round waits for whom. The user sets the others: ``matchmaking_time_s``,
 ``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
 (:class:`manyhands.averaging.config.AveragingConfig`), and how often an optimizer publishes and reads
-(:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts.
+(:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts all durations.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ On long links the operating system reports how fast each stream went while only 
 (:mod:`manyhands.rpc.uplink`). The estimate is the median of the last rounds: one odd round changes nothing, and a line
 that became faster or slower is found in the second round.
 
-Where the system reports nothing, a round only shows what a peer can send at least. All peers of one round are judged by
-the same time, so the spans stay as they are. But next to peers that were measured, a slow peer is soon seen to be slow.
+Where the system reports nothing, a round only shows a lower bound: the bytes that this peer sent, by the time of the
+whole round. That time is the same for all members, so their spans keep their proportions. But beside members whose
+bandwidth was measured, a slow one is soon seen to be slow.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from collections.abc import Mapping
 from manyhands.averaging.messages import MAX_BANDWIDTH
 
 MIN_BYTES = 1 << 20
-"""With less to send, a round says nothing: it took as long as its messages."""
+"""If a peer sent fewer bytes, the round does not show its bandwidth: most of the time went into round trips."""
 UNTESTED = 1.5
-"""Factor from the bytes that a peer sent, held up by others, to those that it is assumed able to send."""
+"""A peer may have waited for others, so it is assumed to be able to send faster than it did, by this factor."""
 EPSILON = 1e-6
-"""No round counts as shorter, also by a clock that did not move meanwhile."""
+"""A round counts as at least this many seconds long, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
-"""Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
+"""The estimate is the median of this many rounds; of two, the higher rate. An estimate that is too high costs one
+round, one that is too low slows all later rounds."""
 
 
 def needed_s(num_bytes: float, num_peers: int, rate: float) -> float:
-    """Seconds for the butterfly of an encoded vector, if each member sends so many bytes a second."""
+    """Seconds that the butterfly of an encoded vector takes, if each member sends ``rate`` bytes per second."""
     return 2 * (num_peers - 1) / num_peers * num_bytes / rate
 
 
@@ -39,11 +41,11 @@ def describe_slow_round(
     """Say that the lines are too slow for a round, and what happens next or what to change.
 
     Args:
-        num_bytes: of the vector before it is encoded.
+        num_bytes: bytes of the vector before it is encoded.
         rate: bytes per second that this peer sent.
         available_s: the time that the round had.
-        codec, next_codec: of this round, and of the next one.
-        by_codec_s: seconds that the round takes with each codec; at least with these two.
+        codec, next_codec: names of the codecs of this round and of the next one.
+        by_codec_s: seconds that the round takes with each codec, these two among them.
     """
     why = (
         f"the lines are too slow for this round: to average {num_bytes / 1e6:.0f} MB among {num_peers} peers with "
@@ -61,13 +63,13 @@ def describe_slow_round(
 
 
 class RoundBandwidth:
-    """Follows the rounds of one peer.
+    """The upload bandwidth of one peer, estimated anew after each of its rounds.
 
     Args:
         declared: bytes per second, the first guess, which counts as one round; None if there is none.
 
     Attributes:
-        may_reduce: the others did not blame this peer in its last round.
+        may_reduce: false if the others blamed this peer in its last round.
     """
 
     def __init__(self, declared: float | None) -> None:
@@ -77,15 +79,15 @@ class RoundBandwidth:
 
     @property
     def bandwidth(self) -> int:
-        """Bytes per second; 0 if unknown."""
+        """The estimate in bytes per second; 0 if unknown."""
         return min(max(1, round(statistics.median_high(self._latest))), MAX_BANDWIDTH) if self._latest else 0
 
     def end_round(self, num_bytes: int, seconds: float, rate: float | None) -> None:
         """End a round that gave this peer the mean.
 
         Args:
-            num_bytes: that it sent.
-            seconds: from the forming of the group to the verdict: until then bytes may wait in the system's buffers.
+            num_bytes: bytes that it sent.
+            seconds: from when the group had formed until the verdict, as sent bytes may wait in the system's buffers.
             rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
         """
         least = UNTESTED * num_bytes / max(seconds, EPSILON)
@@ -103,8 +105,8 @@ class RoundBandwidth:
         """End a round that was aborted although its exchange still went on: the lines are too slow for it.
 
         Args:
-            num_bytes: that this peer sent, or received if these are fewer: what it sent may still wait in the system's
-                buffers.
+            num_bytes: bytes that this peer sent, or received if these are fewer: sent bytes may still wait in the
+                system's buffers.
 
         Returns:
             bytes per second, which count as measured; None if there were too few bytes to tell.

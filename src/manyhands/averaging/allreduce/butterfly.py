@@ -50,7 +50,7 @@ Condition = Callable[[], bool]
 
 
 class Wanted(enum.Enum):
-    """What a partner still has to send."""
+    """The kind of data that a partner sends next."""
 
     VALUES = "values"
     MEANS = "means"
@@ -61,9 +61,10 @@ class InvalidContribution(RoundAborted):
 
 
 class Pausing(Iterator[memoryview]):
-    """Stops at a condition of its source that does not hold soon; goes on there when :meth:`wait` has returned.
+    """Iterates over the buffers of a source. The source also yields conditions that must hold before its next buffer.
 
-    So no thread waits for long, and the event loop not at all. The waker wakes when a condition may have begun to hold.
+    The iteration stops at a condition that does not hold soon, and can go on when :meth:`wait` has returned. So no
+    thread waits for long, and the event loop not at all. The waker wakes when a condition may have begun to hold.
     """
 
     def __init__(self, source: Iterator[memoryview | Condition], waker: Waker) -> None:
@@ -74,15 +75,16 @@ class Pausing(Iterator[memoryview]):
         self._of_loop = threading.get_ident()
 
     async def wait(self) -> None:
-        """Unbounded: use a timeout."""
+        """Wait until the iteration can go on. It has no limit of its own: use a timeout."""
         await self._waker.wait_until(self._condition)
 
     def __next__(self) -> memoryview:
         for piece in self._source:
             if isinstance(piece, memoryview):
                 return piece
-            # a thread waits a little for the next piece, as starting another one later costs more
-            if not self._waker.block_until(piece, 0.0 if threading.get_ident() == self._of_loop else SOON_S):
+            # a thread waits a little for the next piece, as it costs more to start another thread later
+            is_in_loop = threading.get_ident() == self._of_loop
+            if not self._waker.block_until(piece, 0.0 if is_in_loop else SOON_S):
                 self._condition = piece
                 raise StopIteration
         self.is_over = True
@@ -94,7 +96,8 @@ class Butterfly:
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
-        rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
+        rank: rank of this member.
+        flat_N: this member's values, of the plan's dtype, on the CPU.
         members: ranks that take part.
         averaged_N: receives the means. If it is ``flat_N``, the means of a chunk overwrite the values once its reducer
             has these.
@@ -103,7 +106,7 @@ class Butterfly:
     Attributes:
         faults: what each lost member did wrong, by rank.
         partners: ranks with which values are exchanged.
-        wanted: what is still to come, by rank.
+        wanted: for each partner that this member waits for, by rank: what the partner sends next.
         done_with: ranks with which all was exchanged; nothing more travels on their streams.
     """
 
@@ -135,8 +138,8 @@ class Butterfly:
         reducers = self.partition.reducers
         self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
         self._weights = self.partition.weights
-        self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
-        self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer, whose are in each chunk
+        self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk; only where contributions are passed on
+        self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer: contributors to each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = ContributionRecords(len(group.members), contributors)
         self._encoded = self._memory_of_means(memory)
@@ -148,11 +151,11 @@ class Butterfly:
         )  # fmt: skip
         self._hashers = [blake3(max_threads=1) for _ in group.members]
         self._hashers[rank] = self._reducer.hasher
-        self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
+        self._told: dict[int, list[list[int]]] = {}  # by reducer: the contributors to each of its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digests(self) -> list[bytes]:
-        """BLAKE3 of the means of each span as sent, by rank; empty for an empty span. Nothing may be missing."""
+        """BLAKE3 of the means of each span as sent, by rank; empty for an empty span. Requires :attr:`is_whole`."""
         hashers = enumerate(self._hashers)
         return [hasher.digest() if rank in self.partition.reducers else b"" for rank, hasher in hashers]
 
@@ -167,7 +170,7 @@ class Butterfly:
         return self.partition.reducers <= self._presents().keys()
 
     def parts(self) -> list[SpanResult]:
-        """Who contributed to which part, as in a manifest. Nothing may be missing."""
+        """The contributors to each part of the vector, as in a manifest. Requires :attr:`is_whole`."""
         held = [
             (chunk, rank, present)
             for rank, presents in self._presents().items()
@@ -176,7 +179,7 @@ class Butterfly:
         return parts_of(held, self._group)
 
     def _presents(self) -> dict[int, list[list[int]]]:
-        """Who contributed to each chunk, by reducer; only of those whose means are all there."""
+        """The contributors to each chunk, by reducer; only for reducers all of whose means are here."""
         return self._told | ({self._rank: self._reducer.presents} if self.has_reduced else {})
 
     def norms(self) -> list[list[float]]:
@@ -198,11 +201,11 @@ class Butterfly:
     async def run(self, streams: Mapping[int, Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners over these streams, by rank; returns the weighted mean.
 
-        One that does not come raises ``RoundAborted`` or ``PeerLost``; the exchange goes on without that partner.
+        If awaiting a stream raises ``RoundAborted`` or ``PeerLost``, the exchange goes on without that partner.
 
         Raises:
             InvalidContribution: this member's own values are not finite.
-            RoundAborted: all contributors to its span were lost.
+            RoundAborted: all contributors to this member's span were lost.
         """
         loop = asyncio.get_running_loop()
         reducing = loop.create_task(self._reduce())
@@ -212,7 +215,7 @@ class Butterfly:
         except NotFinite as error:
             raise self._invalid(self._rank, f"are not finite: {error}") from error
         finally:
-            self._conversations.clear()  # a cancelled one holds the frames that it went through, and so this object
+            self._conversations.clear()  # a cancelled task keeps its frames, and so this object, alive
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
@@ -229,7 +232,7 @@ class Butterfly:
             self._spoil(rank, how)
 
     def _spoil(self, rank: int, how: str) -> None:
-        """Lose a member whose values cannot be averaged."""
+        """Continue without a member whose values cannot be averaged."""
         self.lose(rank, self._invalid(rank, how).reason, is_violation=True)
 
     def _invalid(self, rank: int, how: str, what: str = "the values of ") -> InvalidContribution:
@@ -237,7 +240,7 @@ class Butterfly:
         return InvalidContribution(f"{what}peer {peer_id} {how}", [peer_id])
 
     async def _converse(self, rank: int, opening: Awaitable[Stream]) -> None:
-        """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
+        """Exchange all values and means with a partner; continue without it if that fails."""
         loop = asyncio.get_running_loop()
         try:
             stream = await opening
@@ -253,7 +256,8 @@ class Butterfly:
         except BadEncoding as error:
             self._spoil(rank, f"cannot be decoded: {error}")
         except RoundAborted as error:
-            is_violation = isinstance(error, InvalidContribution)  # else there is no stream, which both ends say
+            # else no stream came up, and both ends accuse each other
+            is_violation = isinstance(error, InvalidContribution)
             self.lose(rank, error.reason, is_violation=is_violation, is_stalled=not is_violation)
         finally:
             self.wanted.pop(rank, None)
@@ -271,7 +275,10 @@ class Butterfly:
         pieces = Pausing(self._outgoing(rank), self._reducer.progress)
         while not pieces.is_over:
             await pieces.wait()
-            await (stream.send(*pieces) if self._is_small(rank) else stream.send_each(pieces))
+            if self._is_small(rank):
+                await stream.send(*pieces)
+            else:
+                await stream.send_each(pieces)
 
     def _owes_values_to(self, rank: int) -> bool:
         return self._weights[self._rank] > 0 and rank in self.partition.reducers
@@ -284,11 +291,14 @@ class Butterfly:
 
     def _values(self, reducer: int) -> Iterator[memoryview]:
         yield memoryview(self._label_of(reducer))
-        yield from self._own_values(reducer) if self.partition.is_exact else self._encoded_values(reducer)
+        if self.partition.is_exact:
+            yield from self._own_values(reducer)
+        else:
+            yield from self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
-        for chunk in self.partition.chunks[reducer]:  # no record is in two chunks, which would cost the reducer a copy
+        for chunk in self.partition.chunks[reducer]:  # a record in two chunks would cost the reducer a copy
             for piece in chunks_of(chunk, PIECE_NUMEL):
                 if not is_finite(self._flat_N[piece]):
                     raise NotFinite("NaN or infinite values cannot be averaged")
@@ -313,7 +323,10 @@ class Butterfly:
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
             num_done, means = self._reducer.done(num_sent)
-            yield means if num_done > num_sent else self._reducer.has_more_than(num_sent)
+            if num_done > num_sent:
+                yield means
+            else:
+                yield self._reducer.has_more_than(num_sent)
             num_sent = num_done
         norms = self._norms_record.pack(*self._norms.told()) if self._norms is not None else b""
         yield memoryview(self._records.record(self._reducer.presents) + norms)  # in one message
@@ -331,7 +344,8 @@ class Butterfly:
         """Receive a partner's values of this member's span, then the means of its own."""
         if rank not in self._reducer.inboxes and rank not in self.partition.reducers:
             return
-        rooms, wanted = Pausing(self._rooms(rank), self._reducer.progress), Wanted.VALUES
+        rooms = Pausing(self._rooms(rank), self._reducer.progress)
+        wanted = Wanted.VALUES
         while not rooms.is_over:
             await rooms.wait()
             self.wanted[rank] = wanted
@@ -364,11 +378,14 @@ class Butterfly:
             self._reducer.put(rank, encoded)
 
     def _rooms_for_means(self, rank: int) -> Iterator[memoryview]:
-        """One buffer for each averaged chunk; takes a chunk over as soon as it has come."""
+        """One buffer for each averaged chunk; checks and decodes a chunk as soon as it has come."""
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
-        yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
+        if self.partition.is_exact:
+            yield from self._rooms_for_exact(rank)
+        else:
+            yield from self._rooms_for_encoded(rank)
         size = self._records.mask_bytes * len(self.partition.chunks[rank])
         record = bytearray(size + self._norms_record.size)
         yield memoryview(record)
@@ -396,7 +413,7 @@ class Butterfly:
             self._hashers[rank].update(bytes_of(encoded))
 
     def _check_passed_on(self, reducer: int, chunk: slice, slots: dict[int, torch.Tensor]) -> None:
-        """Check that a reducer has passed this member's values on unchanged, or left them out; note whose it has."""
+        """Check that a reducer has passed this member's values on unchanged, or left them out; note which it has."""
         present = [rank for rank, slot in slots.items() if slot[0] != ABSENT]
         self._passed_on[reducer].append(present)
         own = self._own_encoded.get(chunk.start)  # None: the reducer cannot have them yet
@@ -407,7 +424,8 @@ class Butterfly:
         numel, num_bytes = _LABEL.unpack(label)
         if numel != self._flat_N.numel():
             raise self._invalid(rank, f"has {numel} values, not {self._flat_N.numel()}", "the vector of ")
-        if num_bytes != (due := self._num_bytes_of(reducer, is_of_means=wanted is Wanted.MEANS)):
+        due = self._num_bytes_of(reducer, is_of_means=wanted is Wanted.MEANS)
+        if num_bytes != due:
             raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
     def _read_record(self, record: bytes | bytearray, rank: int) -> None:
@@ -436,7 +454,7 @@ class Butterfly:
 
 
 async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all tasks; if one fails, cancel the others and raise its exception. One that was cancelled has not."""
+    """Wait for all tasks; if one fails, cancel the others and raise its error. A cancelled task has not failed."""
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failed = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]

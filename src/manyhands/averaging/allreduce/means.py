@@ -1,4 +1,4 @@
-"""What a member holds of a round's result: the means as sent, and who contributed to each part of them."""
+"""The part of a round's result that a member holds: the means as sent, and the contributors to each part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Means:
 
     Attributes:
         pieces: the means of each reducer as sent, uint8, in the code ``codec``.
-        chunks: of each piece, the parts of the vector that were encoded one by one; none where contributions were
+        chunks: for each piece, the parts of the vector that were encoded one by one; empty where contributions were
             passed on in place of their mean.
     """
 
@@ -30,15 +30,17 @@ class Means:
     chunks: Sequence[Sequence[slice]] = ()
 
     def lasting(self) -> Means:
-        """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
+        """The same pieces in memory that nobody overwrites: those in the memory of the vector are copied."""
         memory = self.averaged_N.untyped_storage().data_ptr()
-        are_own = (piece.untyped_storage().data_ptr() == memory for piece in self.pieces)
-        pieces = [piece.clone() if is_own else piece for piece, is_own in zip(self.pieces, are_own, strict=True)]
+        pieces = []
+        for piece in self.pieces:
+            is_in_vector = piece.untyped_storage().data_ptr() == memory
+            pieces.append(piece.clone() if is_in_vector else piece)
         return Means(torch.empty(0), pieces, self.codec, self.chunks)
 
 
 def digest_of(piece: torch.Tensor) -> bytes:
-    """BLAKE3, which reads memory nearly three times as fast as SHA-256 here; empty for an empty piece."""
+    """BLAKE3 of a piece, empty for an empty one. BLAKE3 is nearly three times as fast as SHA-256 here."""
     return blake3(bytes_of(piece), max_threads=1).digest() if piece.numel() else b""
 
 
@@ -78,10 +80,14 @@ class ContributionRecords:
 
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:
         """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
-        return b"".join(sum(1 << rank for rank in present).to_bytes(self.mask_bytes, "little") for present in presents)
+        masks = []
+        for present in presents:
+            mask = sum(1 << rank for rank in present)
+            masks.append(mask.to_bytes(self.mask_bytes, "little"))
+        return b"".join(masks)
 
     def read_record(self, record: bytes) -> list[list[int]]:
-        """Ranks by chunk.
+        """Decode a record: ranks of the contributors, by chunk.
 
         Raises:
             BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.

@@ -18,7 +18,7 @@ from manyhands.averaging.codecs import Plan, square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SUSPICIOUS = 4.0
-"""If a mean's norm exceeds the sampled one by this factor, the samples have missed something."""
+"""If a mean's norm exceeds the mean of the sampled norms by this factor, the samples have missed large values."""
 
 
 class Norms:
@@ -41,24 +41,27 @@ class Norms:
         """Add an averaged chunk.
 
         Args:
-            sampled: of each member in its mean, the sum of the squares of its values, estimated.
-            largest_square: the sum of the squares of its mean, or a bound of that.
-            received: encoded chunks; for the missing rank, the values are ``own``.
+            sampled: by rank of each contributor, an estimate of the sum of the squares of its values.
+            largest_square: the sum of the squares of the mean, or an upper bound of it.
+            received: encoded chunks, by rank; the values of a contributor without one are ``own``.
         """
         gaps = self._plan.uncompared(chunk)
         total = sum(self._weights[rank] for rank in sampled)
         allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
         is_suspicious = not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed
         has_to_measure = bool(gaps) or is_suspicious
-        for rank, square in sampled.items():
-            self._squares[rank] += self._square(received.get(rank, own), chunk, gaps) if has_to_measure else square
+        for rank, sampled_square in sampled.items():
+            if has_to_measure:
+                self._squares[rank] += self._square(received.get(rank, own), chunk, gaps)
+            else:
+                self._squares[rank] += sampled_square
 
     def spoil(self, rank: int) -> None:
         """Mark a member that sent values that are not finite or cannot be decoded."""
         self._squares[rank] = math.inf
 
     def told(self) -> list[float]:
-        """By rank, as float32: all members compute with the same numbers."""
+        """The norms by rank, rounded to float32, as they are sent: so all members compute with the same numbers."""
         norms = [math.sqrt(square) for square in self._squares]
         return [float(np.float32(norm)) if norm <= LARGEST_FLOAT32 else math.inf for norm in norms]
 

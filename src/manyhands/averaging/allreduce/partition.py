@@ -1,4 +1,4 @@
-"""Divides the vector among the reducers: their spans, and the chunks of these. Pure; the same on all members.
+"""Divides the vector into the spans of the reducers, and spans into chunks. Pure; all members compute the same.
 
 The spans are chosen so that the slowest member is done as early as possible. Of n members, let member i with bandwidth
 b_i reduce the fraction w_i. It sends ``(1 - w_i) + (n - 1) w_i`` vectors and receives as much, which takes
@@ -31,18 +31,19 @@ from manyhands.averaging.messages import Group
 from manyhands.base.errors import ConfigError
 
 MAX_CHUNKS = 1 << 14
-"""Limit for one vector, whatever smaller chunks a leader asks for."""
+"""Limit of the chunks of one vector, however small the chunks are that a leader asks for."""
 
 CHUNKS_OF_VECTOR = 16
+"""A vector has about this many chunks, unless they would be small. While one chunk is reduced, others are on the way:
+more chunks cost more calls, and fewer leave too little to overlap."""
 MIN_CHUNKS_OF_SPAN = 3
-"""Approximate number of chunks of a vector, unless they would be small: while one is reduced, others are on the way.
-More cost more calls; fewer leave too little to overlap."""
+"""A vector with many reducers has more chunks: about this many for each of them."""
 
 MIN_CHUNK_NUMEL = 1 << 18
 """Smaller chunks are not worth the calls."""
 
 MANY_TO_ONE = 8
-"""Members for each reducer, above which chunks are smaller: a reducer holds a few of each member at once."""
+"""With more members than this for each reducer, chunks are smaller, as a reducer holds a few of each member at once."""
 
 
 class Partition:
@@ -53,8 +54,9 @@ class Partition:
         means: how means are encoded.
         is_exact: whether values are sent unencoded.
         spans, numel, chunks: by rank; empty for a member that reduces nothing.
-        places, mean_places: the position of each encoded chunk in its span, in bytes.
-        num_bytes, mean_bytes: the encoded size of each span, and of its means.
+        places, mean_places: by rank, for each chunk: position in bytes within the encoded values of the span, and
+            within its encoded means.
+        num_bytes, mean_bytes: by rank: bytes of the span's encoded values, and of its encoded means.
     """
 
     def __init__(self, group: Group, members: Collection[int], plan: Plan) -> None:
@@ -64,7 +66,8 @@ class Partition:
         self.is_exact = plan.is_exact(0, plan.numel) and not plan.passes_on
         numel = plan.numel
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
-        least = 1 if plan.passes_on else LEAST_UNITS  # the largest of a part of a chunk are others
+        # a sparse codec chooses other values in a part of its unit than in the whole, so it always gets whole units
+        least = 1 if plan.passes_on else LEAST_UNITS
         spans = owned_spans(numel, leveled(group.bandwidths(members)), group.min_span_numel, group.group_id)
         self.spans = in_whole_units(spans, unit, least)
         self.numel: list[int] = [span.stop - span.start for span in spans]
@@ -77,12 +80,19 @@ class Partition:
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
         self.places = self._places(plan)
         self.mean_places = self._places(self.means) if plan.passes_on else self.places
-        self.num_bytes, self.mean_bytes = (
-            [places[-1].stop if places else 0 for places in by_rank] for by_rank in (self.places, self.mean_places)
-        )
+        self.num_bytes = _sizes(self.places)
+        self.mean_bytes = _sizes(self.mean_places)
 
     def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
-        return [_one_after_the_other([plan.num_bytes(part.start, part.stop) for part in of]) for of in self.chunks]
+        places = []
+        for chunks in self.chunks:
+            sizes = [plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks]
+            places.append(_one_after_the_other(sizes))
+        return places
+
+
+def _sizes(places_by_rank: Sequence[Sequence[slice]]) -> list[int]:
+    return [places[-1].stop if places else 0 for places in places_by_rank]
 
 
 def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
@@ -91,7 +101,7 @@ def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
 
 
 LEAST_UNITS = 16
-"""A span of fewer codec units is not rounded to them: that would change its length by a sixteenth or more."""
+"""Spans are rounded to whole codec units if each has this many: so no length changes by a sixteenth or more."""
 
 
 def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
@@ -100,7 +110,7 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
     Args:
         bandwidths: bytes per second, shape [P], not all zero; a member with 0 never reduces.
         min_span_numel: smallest span in elements, at least 1; a single reducer may have less.
-        seed: bytes that all members know, and none chooses.
+        seed: bytes that all members know, other ones in each round.
     Raises:
         ConfigError: the bandwidths break the rule above.
     """
@@ -118,9 +128,9 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
 
 
 def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
-    """Ranks that may reduce: only as many as there are spans worth a stream.
+    """Draw the ranks that may reduce: at most ``num_worth``, so that each span is worth a stream.
 
-    The choice changes from round to round to spread the load; the slower half comes last.
+    The draw changes from round to round, to spread the load. The slower half of the members comes last.
     """
     able = [rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0]
     if num_worth >= len(able):
@@ -136,14 +146,19 @@ def chunks_of(span: slice, chunk_numel: int) -> list[slice]:
 
 
 def whole_units(numel: int, unit: int, most: int) -> int:
-    """The next multiple of a unit, or the one before if that is more than ``most``; ``numel`` if neither fits."""
-    return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
+    """Round up to a multiple of a unit, or down if that exceeds ``most``; ``numel`` itself if neither is possible."""
+    up = -(-numel // unit) * unit
+    down = numel // unit * unit
+    for rounded in (up, down):
+        if 0 < rounded <= most:
+            return rounded
+    return numel
 
 
 def in_whole_units(spans: Sequence[slice], unit: int, least: int) -> list[slice]:
-    """The spans of a vector, with bounds at multiples of a unit, unless one of them has fewer than ``least`` units.
+    """Move the bounds of spans to multiples of a unit, unless one of the spans has fewer than ``least`` units.
 
-    Slower code handles partial units, and the end of the vector has one in any case.
+    Partial units are processed by slower code; then at most the end of the vector is one.
     """
     if any(0 < span.stop - span.start < least * unit for span in spans):
         return list(spans)
@@ -159,7 +174,7 @@ SAME = Fraction(1, 4)
 def leveled(bandwidths: Sequence[int]) -> list[int]:
     """Bandwidths by rank, made equal where they hardly differ: measurements vary by as much.
 
-    Members advance together, so one that was underestimated and has less to send cannot show that it is faster.
+    Members advance together: one that was underestimated has less to send, so it cannot show that it is faster.
     """
     levels = list(bandwidths)
     ascending = sorted((rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0), key=bandwidths.__getitem__)

@@ -56,7 +56,7 @@ class SpanReducer:
     Attributes:
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
-        hasher: of the means as sent.
+        hasher: BLAKE3 of the means as sent.
         progress: wakes when a chunk was averaged, which makes room for more.
     """
 
@@ -84,8 +84,8 @@ class SpanReducer:
         self._encoded = encoded
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
-        self._squares: dict[int, float] = {}  # of the last chunk's values by rank, estimated
-        self._square = 0.0  # of its mean, or a bound
+        self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values; estimated
+        self._square = 0.0  # sum of the squares of that chunk's mean, or an upper bound
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -93,17 +93,19 @@ class SpanReducer:
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
         self._is_crowded = len(senders) > MANY_SENDERS
         num_rooms = min(1 if self._is_crowded else QUEUED_CHUNKS, len(self.chunks))
-        self._rooms = memory.vector(len(senders) * num_rooms * room, torch.uint8).view(len(senders) * num_rooms, room)
+        shape = len(senders) * num_rooms, room
+        self._rooms = memory.vector(math.prod(shape), torch.uint8).view(shape)
         self.inboxes = {
             other: Inbox(self._rooms[at * num_rooms : (at + 1) * num_rooms]) for at, other in enumerate(senders)
         }
         is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
         kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
-        self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
-        self._may_reduce, self._reducing = False, threading.Lock()
+        self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk that its mean overwrites
+        self._may_reduce = False
+        self._reducing = threading.Lock()
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
-        self._to_look = Waker()  # for run(), which would take threads' work if each chunk woke it
+        self._to_look = Waker()  # wakes run(), not for each chunk: receiving threads average them
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
@@ -120,9 +122,13 @@ class SpanReducer:
             self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
-        """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
+        """The means to send next, after the first ``num_before`` chunks.
 
-        They are all that are averaged. With many senders it is one at a time, so that each needs only a short record.
+        These are all further chunks that are averaged. With many senders it is one chunk at a time, so that the records
+        on their streams stay short.
+
+        Returns:
+            The number of chunks that have been sent once these bytes are, and the bytes.
         """
         num_done = min(len(self.presents), num_before + 1) if self._is_crowded else len(self.presents)
         start = self._places[num_before].start if num_before < len(self.chunks) else 0
@@ -130,7 +136,7 @@ class SpanReducer:
         return num_done, bytes_of(self._encoded[ready])
 
     def has_more_than(self, num_chunks: int) -> Callable[[], bool]:
-        """A condition: more chunks than these are averaged."""
+        """A condition that holds once more than ``num_chunks`` chunks are averaged."""
         return lambda: len(self.presents) > num_chunks
 
     async def run(self) -> AsyncIterator[tuple[int, str]]:
@@ -138,7 +144,7 @@ class SpanReducer:
 
         Raises:
             RoundAborted: no member's values came for a chunk.
-            NotFinite: this member's own are not finite.
+            NotFinite: this member's own values are not finite.
         """
         self._may_reduce = True
         while len(self.presents) < len(self.chunks):
@@ -190,9 +196,12 @@ class SpanReducer:
 
     def _reduce(self, number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
-        chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
-        own, kept, spoilt = self._flat_N[chunk], self._kept_N[: _numel(chunk)], dict[int, str]()
-        values = kept if kept.numel() else own  # of this member, when the mean is written
+        chunk = self.chunks[number]
+        encoded = self._encoded[self._places[number]]
+        own = self._flat_N[chunk]
+        kept = self._kept_N[: _numel(chunk)]
+        values = kept if kept.numel() else own  # where this member's values are once the mean is written
+        spoilt: dict[int, str] = {}
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         if self._means is not None and self._rank in present:
             received[self._rank] = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
@@ -225,7 +234,8 @@ class SpanReducer:
         means: Gathered,
     ) -> None:
         """Like :meth:`_average`, but write the contributions in place of the encoded mean."""
-        mean, self._squares = self._averaged_N[chunk], {}
+        mean = self._averaged_N[chunk]
+        self._squares = {}
         for rank in present:
             with _blaming(rank):
                 values = torch.empty_like(mean)
@@ -252,11 +262,12 @@ class SpanReducer:
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
-        plan, num_done, squares = self._plan, 0, np.zeros(len(present) + 1)
+        plan = self._plan
+        num_done = 0
+        squares = np.zeros(len(present) + 1)
         parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
-            memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
-            which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
+            which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
             weights = [self._weights[rank] for rank in present]
             shares = [weight / sum(weights) for weight in weights]
             mean = self._averaged_N[chunk]
@@ -265,7 +276,8 @@ class SpanReducer:
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
             return
-        at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
+        at = plan.num_bytes(chunk.start, chunk.start + num_done)
+        rest = slice(chunk.start + num_done, chunk.stop)
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
@@ -280,6 +292,10 @@ class SpanReducer:
             if self._norms is not None:
                 self._square += square_of(mean)
 
+    def _room_of(self, encoded: torch.Tensor) -> int:
+        """The index of the room in which a chunk was received."""
+        return (encoded.data_ptr() - self._rooms.data_ptr()) // self._rooms.stride(0)
+
     def _add_up(
         self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
     ) -> None:
@@ -287,17 +303,23 @@ class SpanReducer:
         if not present:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
-        total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
+        total = sum(self._weights[rank] for rank in present)
+        largest = max(present, key=self._weights.__getitem__)
         for rank in present:
             share = self._weights[rank] / total
             is_unencoded = rank == self._rank or self._is_exact
-            values = own if rank == self._rank else received[rank].view(own.dtype) if is_unencoded else received[rank]
+            if rank == self._rank:
+                values = own
+            elif self._is_exact:
+                values = received[rank].view(own.dtype)
+            else:
+                values = received[rank]
             add = self._plan.add_values if is_unencoded else self._plan.add
             with _blaming(rank):
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
             self._squares[rank] += square
         if not self._is_exact:
-            return  # a codec refuses what is not finite
+            return  # the codec has refused values that are not finite
         if self._norms is not None:
             self._square = square_of(mean)
         if self._is_finite(mean):
@@ -309,7 +331,7 @@ class SpanReducer:
             raise NotFinite("NaN or infinite values cannot be averaged")
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
+        """Whether all values of a mean are finite; by the sum of their squares where the norms need that anyway."""
         return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
 
 
@@ -321,7 +343,7 @@ QUEUED_CHUNKS = 3
 """Limit of the chunks of one sender in memory: one arriving, one being reduced, and one between them."""
 
 MANY_SENDERS = 16
-"""Above this number of senders it is one chunk each, and further ones wait in the system's buffers."""
+"""With more senders than this, one chunk of each is in memory; further chunks wait in the system's buffers."""
 
 
 class Inbox:
@@ -346,7 +368,7 @@ class Inbox:
         return bool(self._free)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory for the next chunk, uint8, shape [num_bytes]; requires :meth:`has_room`."""
+        """Memory for the next chunk, uint8, shape [num_bytes]; requires :attr:`has_room`."""
         self._in_use.append(self._free.pop())  # the memory used last is in the processor's cache
         return self._in_use[-1][:num_bytes]
 

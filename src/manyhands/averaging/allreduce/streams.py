@@ -8,8 +8,8 @@
     the round is done with it: keeps it                   keeps it, waits for a name
         sends the name of the next round          ──>     gives it to that round
 
-A dial takes several round trips and much CPU. The accepting side closes a stream that stays unused. A stream to a peer
-whose control connection broke is closed too: it may not carry anything any more.
+Keeping a stream saves a dial, which takes several round trips and much CPU. The accepting side closes a stream that
+stays unused. A stream to a peer whose control connection broke is closed, too: it may be as dead as that connection.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from manyhands.transport.passing import PassingStream
 MAX_KEPT = 16
 """Limit of the kept streams that a peer has dialled; the oldest is closed."""
 MAX_UNNAMED = 512
-"""Limit of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
-hundreds of clients."""
+"""Limit of the accepted streams that wait for the name of a round, at most one from each peer. Strangers may open
+streams, and a reducer may have hundreds of clients."""
 REMEMBERED_ROUNDS = 16
+"""The last ended exchanges that are remembered: a stream that comes late for one of them is closed."""
 
 
 def dials(group: Group, rank: int, other: int) -> bool:
@@ -46,13 +47,14 @@ def dials(group: Group, rank: int, other: int) -> bool:
 
 
 class RoundStream(PassingStream):
-    """A stream while a round uses it: counts the bytes of this round only, and of what names the round.
+    """A stream while a round uses it; counts the bytes of this round only, with the name of the round.
 
     Args:
-        before: bytes that were sent and received on it before.
+        before: bytes that earlier rounds sent and received on the stream.
 
     Attributes:
-        kept: if the partner has dialled it, the future to resolve so that another round may follow on it; else None.
+        kept: if the partner dialled the stream, a future; its result says that a later round may use the stream. Else
+            None.
     """
 
     def __init__(
@@ -80,15 +82,15 @@ class PartnerStreams:
         self._endpoint = endpoint
         self._config = config
         self._tasks = tasks
-        self._idle: dict[PeerId, tuple[Stream, float]] = {}  # dialled; with the time since when, oldest first
-        self._unnamed: dict[PeerId, Stream] = {}  # accepted
+        self._idle: dict[PeerId, tuple[Stream, float]] = {}  # dialled; with the loop time since when; oldest first
+        self._unnamed: dict[PeerId, Stream] = {}  # accepted; no round was named yet
         self._awaited: dict[tuple[bytes, PeerId], asyncio.Future[RoundStream]] = {}
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_ROUNDS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
         endpoint.on_lost.append(self._on_lost)
 
     def close(self) -> None:
-        """Close the idle streams, and accept no more; no round uses any."""
+        """Close the idle streams, and accept no more. The caller has ended all rounds before."""
         self._endpoint.refuse_bulk(STREAM_KIND)
         self.drop_idle(list(self._idle))
         if self._on_lost in self._endpoint.on_lost:
@@ -106,7 +108,7 @@ class PartnerStreams:
             stream_id: names the exchange.
             within_s: limit of the wait.
         Raises:
-            RoundAborted: there is no stream to it.
+            RoundAborted: no stream to the partner came up.
         """
         member = group.members[other]
         try:
@@ -128,7 +130,7 @@ class PartnerStreams:
             async with time_limit(within_s, f"waiting for the stream of peer {member.peer_id}"):
                 return await future
         except BaseException:
-            self._release_awaited(future)  # it may have come in the same moment
+            self._release_awaited(future)  # the stream may have come at the same moment
             raise
         finally:
             self._awaited.pop(key, None)
@@ -139,16 +141,16 @@ class PartnerStreams:
             await self._endpoint.ping(peer_id, within_s)
 
     def lose(self, peer_id: PeerId) -> None:
-        """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""
+        """The leader has lost a peer: stop waiting for its stream, unless that peer is connected to this one."""
         if not self._endpoint.is_connected(peer_id):
             self._on_lost(peer_id)
 
     def give_up(self, peer_id: PeerId) -> None:
-        """Stop waiting for the stream of a peer that has given its round up."""
+        """Stop waiting for the stream of a peer that has given up its round."""
         self._give_up(peer_id, PeerLost(peer_id, "it gave the round up before it opened its stream"))
 
     def end(self, stream_id: bytes) -> None:
-        """Release a round's streams that came too late, so that no member waits for this peer on them."""
+        """End an exchange: release streams that came too late, so that their partners do not wait for this peer."""
         self._ended.append(stream_id)
         for (name, _), future in list(self._awaited.items()):
             if name == stream_id:
@@ -158,7 +160,8 @@ class PartnerStreams:
         """Keep a stream for the next round, or close it in the background, so that bytes already sent still arrive.
 
         Args:
-            is_used_up: whether all that was due has travelled on it, in both directions.
+            is_used_up: whether all that was due has travelled on the stream, in both directions.
+            within_s: limit for closing it.
         """
         if is_used_up and not self._tasks.is_closed and self._keep(stream):
             return
@@ -191,11 +194,12 @@ class PartnerStreams:
     # idle streams that this peer has dialled
 
     async def _take_idle(self, peer_id: PeerId, name: bytes) -> RoundStream | None:
-        """The idle stream to a peer, for the round of this name; None if there is none that is open."""
+        """Take the idle stream to a peer and name the round on it; None if no open stream to the peer is idle."""
         if len(name) != NAME_BYTES or peer_id not in self._idle:
             return None
         stream, since = self._idle.pop(peer_id)
-        named, is_named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received)), False
+        named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received))
+        is_named = False
         try:
             if self._loop.time() - since < MINUTE_S:
                 await stream.send(name)
@@ -219,12 +223,18 @@ class PartnerStreams:
     # streams that partners open; they may come before this peer knows the group
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        name, before = read_header(remote, header, StreamHeader).group_id, (0, 0)
-        while await self._serve_round(name or await self._next_name(remote, stream), remote, stream, before):
-            name, before = b"", (stream.bytes_sent, stream.bytes_received)
+        name = read_header(remote, header, StreamHeader).group_id
+        before = (0, 0)
+        while True:
+            if not name:
+                name = await self._next_name(remote, stream)
+            if not await self._serve_round(name, remote, stream, before):
+                return
+            name = b""
+            before = (stream.bytes_sent, stream.bytes_received)
 
     async def _next_name(self, remote: PeerId, stream: Stream) -> bytes:
-        """Wait until the partner names the round that a stream is for; a newer stream replaces the one that waits."""
+        """Wait until the partner names the round that a stream is for. A newer stream of it replaces one that waits."""
         if (former := self._unnamed.pop(remote, None)) is not None:
             former.abort()
         if len(self._unnamed) >= MAX_UNNAMED:
@@ -232,7 +242,7 @@ class PartnerStreams:
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            # the partner does not use it after MINUTE_S
+            # the partner does not use a stream that was idle for MINUTE_S
             async with time_limit(TWO_MINUTES_S, "learning what a stream is for"):
                 await stream.receive_into(memoryview(name))
             return bytes(name)

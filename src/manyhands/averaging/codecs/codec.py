@@ -9,8 +9,8 @@ is that of its pieces in order. The last piece may be shorter.
 processor rounds between a multiplication and an addition. A round's vote relies on it: it compares the encoded means,
 not the decoded ones. (With ``torch.set_flush_denormal`` a peer gets zeros where others have values below 2^-126, and
 this is not detected.)
-- Only finite values are encoded, or come out of a decoder, whatever a stranger sent.
-- No state: one codec may be used from many threads. The kernels of torch release Python's lock.
+- Encoders refuse values that are not finite, and decoders never return any, whatever bytes another peer sent.
+- A codec has no state, so many threads may use it at once. The kernels of torch release the GIL.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from manyhands.base.errors import ManyhandsError
 
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
-"""Values in one product: few enough that BLAS computes it on the calling thread."""
+"""Values in one dot product of :func:`square_of`: so few that BLAS computes it on the calling thread."""
 SAMPLED_OF = 64
-"""One of this many values is measured for the size of all; more of a few values."""
+"""To estimate the norm of a large vector, one of this many rows is measured; of a small vector, a larger part."""
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -46,12 +46,12 @@ class Codec(abc.ABC):
     """Turns values into bytes and back.
 
     Attributes:
-        code: on the wire; never used again for another layout.
+        code: number of the codec on the wire; it is never used again for another layout.
         piece_numel: values in a piece, such as a row; the last piece of a slice may have fewer.
         block_numel: values in the pieces that torch processes at once; at least one piece.
-        unit_numel: values that should not be torn apart.
-        decay: factor of the error feedback, from round to round.
-        passes_on: a reducer sends the contributions to a mean in place of the mean.
+        unit_numel: the borders of spans and chunks should be multiples of this many values.
+        decay: the error feedback multiplies its residuals by this factor from round to round.
+        passes_on: whether a reducer sends all contributions to a mean, in place of the mean.
     """
 
     name: ClassVar[str]
@@ -117,42 +117,48 @@ class Codec(abc.ABC):
     ) -> int:
         """Add up all contributions, encode the mean, and decode it, in one pass over the memory.
 
-        Stops where a compiled kernel cannot go on, or values break the rules; the caller does the rest step by step.
+        It stops where a compiled kernel cannot go on, or values break the rules; the caller averages the rest itself.
 
         Args:
             own_N: own values, unencoded; may be ``mean_N``.
             kept_N: if not empty, receives a copy of the own values that were averaged.
-            rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
+            rooms: the other members' encoded values, uint8, shape [rooms, bytes of a room].
+                A room may be larger than its values.
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
+            weights: the factor of each contribution, in the same order.
             mean_N: receives the decoded mean; contiguous, of the codec's dtype.
-            out: as the argument of :meth:`encode`.
-            squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
-                contribution's values, and an upper bound of that of the mean, as far as they are done.
+            out: receives the encoded mean; see :meth:`encode`.
+            squares: float64, shape [contributions + 1], to which the averaged values are added: to each of the first
+                elements an estimate of the sum of the squares of that contribution, to the last element an upper bound
+                of the sum of the squares of the mean.
         Returns:
-            How many values are done, from the first on.
+            The number of values that were averaged, from the first on.
         """
         numel = mean_N.numel() // self.piece_numel * self.piece_numel
         whole_N, whole_out = mean_N[:numel], out[: self.num_bytes(numel)]
         run = kernel(self.name, "average", whole_N, whole_out)
         if run is None or rooms.shape[1] < whole_out.numel() or rooms.shape[1] % FLOAT_BYTES:
             return 0
-        places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
+        places = np.array(which, dtype=np.int64)
+        shares = np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
         return self.piece_numel * int(run(*arrays, places, shares, squares, _one_in(mean_N.numel())))
 
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let a compiled kernel do what it can; returns the values and bytes left to torch: all, or a few."""
+        """Process as much as a compiled kernel can; returns the values and the bytes that torch must process."""
         numel = values_N.numel() // self.piece_numel * self.piece_numel
-        whole_N, whole_encoded = values_N[:numel], encoded[: self.num_bytes(numel)]
+        whole_N = values_N[:numel]
+        whole_encoded = encoded[: self.num_bytes(numel)]
         run = kernel(self.name, name, whole_N, whole_encoded)
         done = self.piece_numel * run(whole_N.detach().numpy(), whole_encoded.numpy()) if run is not None else 0
         return values_N[done:], encoded[self.num_bytes(done) :]
 
     def _blocks(self, numel: int, encoded: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Runs of whole pieces, and the last piece if it is shorter, with their encodings."""
-        whole, step = numel - numel % self.piece_numel, self.block_numel - self.block_numel % self.piece_numel
+        whole = numel - numel % self.piece_numel
+        step = self.block_numel - self.block_numel % self.piece_numel
         for start, stop in itertools.pairwise(sorted({*range(0, whole, step), whole, numel})):
             yield slice(start, stop), encoded[self.num_bytes(start) : self.num_bytes(stop)]
 
@@ -176,7 +182,7 @@ def largest_magnitude(values: torch.Tensor) -> float:
 
 
 def _one_in(numel: int) -> int:
-    """One of so many rows is measured for the size of ``numel`` values."""
+    """The step from one measured row to the next, where the norm of ``numel`` values is estimated."""
     return max(1, min(SAMPLED_OF, numel // PRODUCT_NUMEL))
 
 
@@ -189,21 +195,23 @@ def square_of(values: torch.Tensor, every: int = 1) -> float:
     """The sum of the squares of all values; infinite if one of them is not finite.
 
     Args:
-        every: it is estimated from one row in so many.
+        every: estimate the sum from each ``every``-th row of ``PRODUCT_NUMEL`` values; 1 measures all values.
     """
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
-    rows, rest = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every], flat[num_whole:]
+    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every]
+    rest = flat[num_whole:]
     with np.errstate(over="ignore", invalid="ignore"):
         square = every * float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
     if math.isfinite(square):
         return square
-    square = values.double().square().sum().item()  # of finite values it cannot overflow there
+    square = values.double().square().sum().item()  # float32 cannot overflow in float64
     return float(square) if math.isfinite(square) else math.inf
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN. Their sum is the fastest pass over memory; it may have overflowed."""
+    """Whether no value is infinite or NaN."""
+    # the sum is the fastest pass over memory, but it may overflow although all values are finite
     return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
 
 

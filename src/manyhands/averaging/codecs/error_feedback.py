@@ -1,10 +1,11 @@
 """Error feedback: adds the error of a lossy codec in one round to this peer's values in the next.
 
-With it the sum of the means over many rounds is that of exact ones, up to the residuals of the last round. (This
-assumes that no member is lost, and does not count rounds that this peer did not see committed.) So training converges
-as fast as without a codec, up to constants; without feedback it need not converge at all. An error in a vector reaches
-the mean by the vector's share in it, so it is added by that share: twice as much if the share of the next vector is
-half as large.
+With it the sum of the means over many rounds equals the sum of the exact means, up to the residuals of the last round.
+(This assumes that no member is lost, and does not count rounds that this peer did not see committed.) So training
+converges as fast as without a codec, up to constants; without feedback it need not converge at all.
+
+A vector, and so its error, enters the mean multiplied by the vector's share of all weight. If the share of the next
+vector is half as large, the error is therefore added to it twice.
 
 Sources: Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes
 SignSGD, arXiv:1901.09847; Tang et al., DoubleSqueeze, arXiv:1905.05957 (feedback at the reducer as well).
@@ -19,7 +20,7 @@ import torch
 from manyhands.averaging.codecs.plan import Plan
 
 MAX_SCALE = 1024.0
-"""The largest factor of residuals, so that the values of a tiny share stay finite. The rest is lost."""
+"""Limit of the factor by which residuals grow when the share shrinks, so that they stay finite; the rest is lost."""
 
 
 class ErrorFeedback:
@@ -32,19 +33,19 @@ class ErrorFeedback:
     Memory: one vector, and during a round one more for encoded values.
 
     Attributes:
-        share: of the vectors in the mean, from the next round on; above 0 whenever there is something to encode.
+        share: weight of this round's vector as a fraction of all weight, above 0. Set it before the values are encoded.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.share = 1.0
         self._decay = plan.decay
-        self._kept_share = 1.0  # for which the residuals are scaled
+        self._kept_share = 1.0  # the share that the residuals are scaled for
         self._plan = plan
         self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype)
         self._pending: list[tuple[slice, torch.Tensor]] = []
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
-        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, with the residual of its last round.
+        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, plus its residual of the last round.
 
         Returns the values that receivers will decode, of the plan's dtype; raises as :meth:`Plan.encode`.
         """
@@ -60,7 +61,7 @@ class ErrorFeedback:
     def commit(self) -> None:
         """Count the round: its errors are added in the next one."""
         if self._pending and self.share != self._kept_share:
-            self._residual_N.mul_(min(self._kept_share / self.share, MAX_SCALE))  # also of what was not encoded
+            self._residual_N.mul_(min(self._kept_share / self.share, MAX_SCALE))  # also where nothing was encoded
             self._kept_share = self.share
         for part, residual in self._pending:
             self._residual_N[part] = residual
@@ -85,7 +86,10 @@ class Feedbacks:
 
     def commit(self, *, is_left_out: bool = False) -> None:
         """Count the round; if the others have left this peer's values out, their errors are discarded."""
-        self.sent.abort() if is_left_out else self.sent.commit()
+        if is_left_out:
+            self.sent.abort()
+        else:
+            self.sent.commit()
         self.reduced.commit()
 
     def abort(self) -> None:

@@ -61,8 +61,8 @@ class PlainFloat64(Plain):
 class Fp16(Codec):
     """Float16 times a power of two for each piece.
 
-    Error: at most 2^-11 of the value, and 2^-39 of the largest magnitude in the piece; for pieces that stay below
-    2^-111 an absolute 2^-149.
+    Error: at most 2^-11 of the value, plus 2^-39 of the largest magnitude in the piece; in pieces whose magnitudes stay
+    below 2^-111, plus 2^-149.
     """
 
     name = "fp16"

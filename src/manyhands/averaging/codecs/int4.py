@@ -31,8 +31,8 @@ LARGEST_SCALE = 255 * 2.0**117
 class Int4(Codec):
     """Signed 4-bit quantization of blocks of 32 values.
 
-    Error: at most 0.134 of the largest magnitude in the block (a value of just this magnitude and the other sign),
-    0.067 of it for values of the same sign, and 2^-117.
+    Error: at most 0.134 of the largest magnitude in the block, plus 2^-117. This is reached by a value of the
+    same magnitude and the other sign; for values of the same sign it is 0.067 in place of 0.134.
     """
 
     name = "int4"
@@ -48,7 +48,8 @@ class Int4(Codec):
         if missing := -numel % BLOCK_NUMEL:
             values_N = torch.cat([values_N, values_N.new_zeros(missing)])
         blocks = values_N.view(-1, BLOCK_NUMEL)
-        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+        low = blocks.amin(1, keepdim=True)
+        high = blocks.amax(1, keepdim=True)
         peaks = torch.where(high > -low, high, low)
         if not math.isfinite(largest_magnitude(peaks)):
             raise NotFinite("NaN or infinite values cannot be averaged")

@@ -1,15 +1,15 @@
 """Eight bits for each value, between the smallest and the largest of its row of 216: 8.30 bits with the rows' headers.
 
 The rows are those of fbgemm's "fused 8-bit rowwise" embeddings: the values as uint8, then scale and bias as float32; a
-value is ``scale * q + bias``. With these differences:
+value is ``scale * q + bias``. This codec differs:
 
 - The lower 8 bits of each scale are zero. With 16 significant bits, the product with 8 bits is exact, and all machines
 decode the same, whether or not they fuse it with the addition.
 - fbgemm divides by ``range + 1e-8`` and writes a scale for ``range``. The scale is corrected, and rows of a very small
 range are encoded exactly, in float64.
-- So are rows whose range is near the largest float32 or above. Such scales and biases are decoded in float64, too, and
-clamped to the largest float32.
-- NaN is refused.
+- Rows whose range is near the largest float32, or above, are encoded in float64, too. With such scales and biases the
+decoder also computes in float64, and clamps the values to the largest float32.
+- The encoder refuses NaN.
 
 Compiled kernels (:mod:`manyhands.averaging.codecs.kernels.int8`) do the same to ordinary rows, faster.
 
@@ -41,8 +41,8 @@ SIGN_BIT = -(1 << 31)
 class Int8(Codec):
     """Affine 8-bit quantization of rows of 216 values.
 
-    Error: at most 1/480 of the row's range (largest less smallest), 2^-22 of its largest magnitude, and 2^-132. A row
-    of equal values is exact.
+    Error: at most 1/480 of the row's range (largest value minus smallest), plus 2^-22 of its largest magnitude, plus
+    2^-132. A row of equal values is exact.
     """
 
     name = "int8"
@@ -70,7 +70,8 @@ class Int8(Codec):
             steps[others] = ((exact - low) * (LEVELS / exact_ranges)).float()
             scales[others] = (exact_ranges / LEVELS).float()
         scales.view(torch.int32).bitwise_and_(~UNUSED_SCALE_BITS)
-        packed, headers = out.view(len(rows), -1), torch.cat([scales, smallest], 1)
+        packed = out.view(len(rows), -1)
+        headers = torch.cat([scales, smallest], 1)
         packed[:, :-HEADER_BYTES].copy_(steps.round_().clamp_(0, LEVELS))
         packed[:, -HEADER_BYTES:].copy_(headers.view(torch.uint8))
 

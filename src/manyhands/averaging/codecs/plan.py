@@ -1,4 +1,4 @@
-"""The codecs by name, for users, and by code, for the wire, and which of them encodes which part of the flat vector.
+"""Finds codecs by their name (for users) or code (on the wire), and plans which part of the vector each one encodes.
 
 Norms and biases are small, and training reacts strongly to errors in them: they stay exact. The rest uses the chosen
 codec. All members compute the same plan from the shapes in the run's manifest, so that a slice of the vector has the
@@ -34,7 +34,7 @@ _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in CODECS.values()}
 
 EXACT_BELOW_NUMEL = 4096
 ABSENT, PRESENT = 0, 1
-"""The first byte of a contribution that is passed on."""
+"""The first byte of a slot of :class:`Gathered`: whether the contributor's values follow."""
 
 
 def codec_named(name: str) -> Codec:
@@ -51,10 +51,10 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_of_code(code: int, setting: str) -> Codec:
-    """The codec that a peer chose for a vector; no peer chooses that of float64, which follows from the vector.
+    """The codec with a code, as a leader chooses it. ``NONE_FLOAT64`` is never chosen: all float64 vectors use it.
 
     Args:
-        setting: this peer's own, which has the numbers of a sparse one.
+        setting: this peer's codec setting; the code of a sparse codec lacks the codec's numbers, the setting has them.
     Raises:
         BadEncoding: no codec that can be chosen has this code.
     """
@@ -70,8 +70,8 @@ class Segment:
     """``flat_N[start:stop]`` uses one codec.
 
     Attributes:
-        is_chosen: its mean is the values of the member with the most weight, the one of the lowest rank among equals;
-            in each chunk of those whose values have come.
+        is_chosen: not averaged: all take over the values of the member with the most weight, of equal ones that with
+            the lowest rank. Members whose values of a chunk did not come do not count there.
     """
 
     start: int
@@ -81,11 +81,11 @@ class Segment:
 
 
 class Uncompared(tuple[int, ...]):
-    """The shape of numbers that travel beside the values: their size says nothing about that of the values."""
+    """The shape of a tensor that does not count in the norms of members' values, such as a buffer of integers."""
 
 
 class Chosen(Uncompared):
-    """The shape of a tensor that is not averaged: all take over that of the member with the most weight."""
+    """The shape of a tensor that is not averaged: all take over the tensor of the member with the most weight."""
 
 
 class Plan:
@@ -133,13 +133,14 @@ class Plan:
     def num_bytes(self, start: int, stop: int) -> int:
         """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
 
-        It is cut at the segments, then at the pieces of each codec, counted from the start of the part. So two slices
-        may take a few bytes more than one of both, and decode to other values within the same bounds.
+        The slice is cut at the borders of segments, and each part into its codec's pieces, from the start of the part.
+        So two adjacent slices may take a few bytes more than one slice of both, and may decode to slightly different
+        values, within the codec's error bound.
         """
         return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
 
     def is_exact(self, start: int, stop: int) -> bool:
-        """Whether the encoding of ``flat_N[start:stop]`` is its own memory, which then need not be copied."""
+        """Whether ``flat_N[start:stop]`` is sent unencoded, from its own memory, without a copy."""
         return all(part.codec in (NONE, NONE_FLOAT64) for part in self.cut(start, stop))
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
@@ -167,7 +168,7 @@ class Plan:
         """Like :meth:`decode`, but add the values times ``share`` to ``total``; the first ones overwrite it.
 
         Args:
-            is_largest: these are the values of the member that chosen segments follow.
+            is_largest: whether chosen segments take over these values; see :class:`Segment`.
         Returns:
             An estimate of the sum of the squares of the values.
         """
@@ -219,8 +220,8 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
 
     Args:
         shapes: a :class:`Chosen` one is not averaged, and an :class:`Uncompared` one does not count in norms.
-        codec: of the others.
-        dtype: of the flat vector: float32, or float64, which is always encoded exactly.
+        codec: for the tensors that are not exact.
+        dtype: dtype of the flat vector: float32, or float64, which is always encoded exactly.
     Raises:
         ConfigError: the vector has another dtype.
     """
@@ -242,12 +243,12 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
 class Gathered:
     """The contributions to a mean, passed on by the reducer in its place; all members add them up in order of ranks.
 
-    Has the methods of a :class:`Plan` that means need. The encoding of a slice has a slot for each contributor, in the
-    order of ranks: a byte that says whether it came, and its values as it has encoded them.
+    Has those methods of :class:`Plan` that are called for means. The encoding of a slice has a slot for each
+    contributor, in the order of ranks: a byte that says whether its values came, and the values as it encoded them.
 
     Args:
-        plan: of one contribution.
-        weights: of all members of the group, by rank; 0 for those that contribute nothing.
+        plan: how each contribution is encoded.
+        weights: weights of all members of the group, by rank; 0 for those that contribute nothing.
     """
 
     def __init__(self, plan: Plan, weights: Sequence[float]) -> None:
@@ -266,21 +267,26 @@ class Gathered:
     def fill(self, encoded: torch.Tensor, received: Mapping[int, torch.Tensor]) -> None:
         """Write the contributions that have come, by rank; the slots of the others stay empty."""
         for rank, slot in self.slots(encoded).items():
-            slot[0] = PRESENT if rank in received else ABSENT
-            slot[1:].copy_(received[rank]) if rank in received else slot[1:].zero_()
+            if rank in received:
+                slot[0] = PRESENT
+                slot[1:].copy_(received[rank])
+            else:
+                slot[0] = ABSENT
+                slot[1:].zero_()
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Write the weighted mean of the contributions that have come.
 
         Raises:
-            BadEncoding: there is none, or one cannot be decoded; ``out`` must then not be used.
+            BadEncoding: no contribution has come, or one cannot be decoded; ``out`` must then not be used.
         """
         if encoded.numel() != self.num_bytes(start, start + out.numel()):
             raise BadEncoding(f"{out.numel()} contributed values from {start} on are not {encoded.numel()} bytes")
         present = {rank: slot for rank, slot in self.slots(encoded).items() if slot[0] == PRESENT}
         if not present:
             raise BadEncoding("no member's values are there")
-        total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
+        total = sum(self._weights[rank] for rank in present)
+        largest = max(present, key=self._weights.__getitem__)
         for number, (rank, slot) in enumerate(present.items()):
             share = self._weights[rank] / total
             self._plan.add(slot[1:], start, share, out, is_first=number == 0, is_largest=rank == largest)

@@ -1,8 +1,8 @@
 """Sends only the largest values of each chunk, as an index and a few bits: by default 141 times smaller than float32.
 
-The rest is meant to stay in an error feedback, from which it is sent later. A mean of several such vectors has more
-values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on, and all
-members add them up in the order of ranks (:class:`manyhands.averaging.codecs.plan.Gathered`).
+The values that are not sent stay in the error feedback, which adds them to later ones. A mean of several such vectors
+has more values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on,
+and all members add them up in the order of ranks (:class:`manyhands.averaging.codecs.plan.Gathered`).
 
 Layout of a piece, which is one chunk: a table of magnitudes in bfloat16, the mean of each bin; then for each kept value
 its index and, in the lowest bits, sign and bin, packed without gaps, high bits first. The bins divide the range of the
@@ -39,7 +39,7 @@ class Sparse(Codec):
         bits: bits of each sent value, in addition to its index.
         decay: the values that were not sent are added to the next change, times this factor.
     Raises:
-        ConfigError: a number cannot be used.
+        ConfigError: an argument is out of its range.
     """
 
     name = SPARSE
@@ -53,7 +53,9 @@ class Sparse(Codec):
                 raise ConfigError(f"{name}={number} must be at most {most}; for example {min(example, most)}")
         if not (isinstance(decay, (int, float)) and 0 < decay <= 1):
             raise ConfigError(f"decay={decay!r} must be above 0 and at most 1; for example 0.95")
-        self.top, self.chunk, self.bits = top, chunk, bits
+        self.top = top
+        self.chunk = chunk
+        self.bits = bits
         self.decay = decay
         self.piece_numel = self.unit_numel = chunk
         self._num_bins = 1 << (bits - 1)
@@ -65,7 +67,7 @@ class Sparse(Codec):
         return f"{SPARSE}-{self.top}-{self.chunk}-{self.bits}-{self.decay:g}"
 
     def num_kept(self, numel: int) -> int:
-        """Values kept of a piece of so many values."""
+        """The number of values that are sent of a piece with ``numel`` values."""
         return math.ceil(self.top * numel / self.chunk)
 
     def _piece_bytes(self, numel: int) -> int:
@@ -91,7 +93,8 @@ class Sparse(Codec):
 
     def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         numel = min(self.chunk, out_N.numel())
-        rows, place = out_N.view(-1, numel).zero_(), encoded.view(out_N.numel() // numel, -1)
+        rows = out_N.view(-1, numel).zero_()
+        place = encoded.view(out_N.numel() // numel, -1)
         table = viewed_as(place[:, : 2 * self._num_bins].reshape(-1), torch.bfloat16).float().view(len(rows), -1)
         if not bool((table.isfinite() & (table >= 0)).all()):
             raise BadEncoding(f"{self.name}: a magnitude is negative or not finite")
@@ -115,7 +118,7 @@ def sparse_named(setting: str) -> Sparse:
 
 
 def _packed(codes: np.ndarray, num_bits: int) -> np.ndarray:
-    """Integers of so many bits, shape [rows, codes], as bytes, shape [rows, bytes]."""
+    """Pack integers of ``num_bits`` bits, shape [rows, codes], into bytes, shape [rows, bytes]."""
     shifts = np.arange(num_bits - 1, -1, -1)
     bits = ((codes[:, :, None] >> shifts) & 1).astype(np.uint8)
     return np.packbits(bits.reshape(len(codes), -1), axis=1)

@@ -1,4 +1,4 @@
-"""Determines which peers of a large swarm average together, round by round, as far as one of them knows. Pure.
+"""Computes which peers of a large swarm average together, round by round, from what one of them knows. Pure.
 
 Up to ``max_group_size`` peers are one group. A larger swarm forms a grid with a cell for each peer. A step has d
 rounds, one along each of the grid's d axes: peers whose coordinates differ only along the axis of the round are a
@@ -39,15 +39,15 @@ MAX_AXES = 16
 MAX_SIDE = 4096
 MAX_CELLS = 2**20
 SHRINK_BELOW = 0.25
-"""Share of the cells taken below which a new grid is made."""
+"""If less than this share of the cells is taken, a new grid is made."""
 RANDOM_UP_TO = 0.5
-"""Share of the cells taken up to which groups are drawn at random."""
+"""If at most this share of the cells is taken, groups are drawn at random."""
 GRID_ABOVE = 0.625
-"""Share of the cells taken above which groups are rows again; between the two they stay as they are."""
+"""If more than this share of the cells is taken, groups are rows again; between the shares they stay as they are."""
 ONE_GROUP_UP_TO = 0.75
-"""Share of ``max_group_size`` below which a grid becomes one group; above 1 one group becomes a grid."""
+"""A grid becomes one group if it has at most ``max_group_size`` peers times this share."""
 MAX_ROUNDS_AGO = 64
-"""Limit of the computation: a peer that was silent for more rounds takes a new cell."""
+"""A cell is computed for at most this many rounds: a peer whose seat is of an earlier round takes a new cell."""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_random_groups(self) -> int:
-        """Half of the cells then give groups as large as rows."""
+        """Number of groups if they are drawn at random: with half of the cells taken, each is as large as a row."""
         return max(1, self.num_cells // (2 * max(self.sides)))
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ def agreed_layout(named: Iterable[Layout]) -> Layout:
 
 
 def dealt_cells(layout: Layout, peers: Collection[str], round_number: int) -> dict[str, int]:
-    """A cell for each of the peers that lay out a new grid together; distinct as long as there are enough.
+    """A cell for each of the peers that lay out a new grid together; distinct if there are enough cells.
 
     The same set of peers gives the same cells.
     """
@@ -204,8 +204,8 @@ class Step:
     """One step of a peer: its rounds are numbered from ``first_round`` on.
 
     Attributes:
-        cell: of this peer at the first round.
-        dealt: cells at the first round of peers that still have another layout, and must come to the same result.
+        cell: this peer's cell at the first round.
+        dealt: cells at the first round, for peers whose records still name another layout; they compute the same.
     """
 
     first_round: int
@@ -261,7 +261,7 @@ def next_step(
     """
     named, layout = chosen_layouts(own, others, max_group_size)
     num_rounds = layout.num_rounds
-    first_round = leading_round - leading_round % num_rounds  # of the step that others may have begun just now
+    first_round = leading_round - leading_round % num_rounds  # others may have begun its step just now
     if first_round < own.round_number:
         first_round = -(-own.round_number // num_rounds) * num_rounds
     return step_from(own_id, own, others, named, layout, first_round, rng)
@@ -295,7 +295,7 @@ def step_from(
         if said.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
     is_new = cell is None
-    if cell is None:  # as dealt for this peer by those that laid the grid out a moment ago
+    if cell is None:  # the cell that those who laid the grid out a moment ago have dealt to this peer
         cell = dealt_cells(layout, [own_id, *others], first_round)[own_id]
     if any(place == cell and (is_new or peer_id < own_id) for peer_id, place in taken.items()):
         cell = free_cell(layout, set(taken.values()), rng)
@@ -309,7 +309,7 @@ def cell_at(said: Seat, round_number: int) -> int | None:
     return _moved(said.layout, said.cell, said.round_number, round_number)
 
 
-@functools.lru_cache(maxsize=8192)  # of each peer, at each look; its record stays for many looks
+@functools.lru_cache(maxsize=8192)  # asked for each peer at each look; its seat stays for many looks
 def _moved(layout: Layout, cell: int, since: int, until: int) -> int:
     for number in range(since, until):
         cell = next_cell(layout, cell, number)

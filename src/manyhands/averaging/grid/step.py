@@ -1,9 +1,8 @@
 """One step of a peer whose swarm is too large for one group: a round along each axis of the grid.
 
-Each round is a weighted mean, and its result counts with all the weight behind it: the weights in a group of the next
-round are what its members bring. In a full grid all then hold the weighted mean of all peers, whatever their weights
-and the lengths of the rows. After a round that does not commit a peer goes on with the values it had; it then holds the
-mean of fewer peers.
+Each round computes a weighted mean. A peer brings that mean to its next round, with the sum of all weights in it as its
+weight. In a full grid all peers then hold the weighted mean of all, whatever their weights and the lengths of the rows.
+After a round that does not commit, a peer goes on with the values that it had; it then holds the mean of fewer peers.
 
 Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239.
 """
@@ -47,14 +46,14 @@ class GridPlace(Meeting, Protocol):
 
     @property
     def num_rounds(self) -> int:
-        """Of the step."""
+        """Number of rounds of the step."""
 
     @property
     def num_rounds_left(self) -> int | None:
-        """Of the step, in a grid; None if all are one group."""
+        """Number of rounds of the step that are left, in a grid; None if all peers are one group."""
 
     def is_left_behind(self) -> bool:
-        """Whether others are done with the next round."""
+        """Whether another peer has already finished the round that is this peer's next."""
 
     def next_round(self) -> None:
         """End a round for this peer, whether or not it committed."""
@@ -67,13 +66,14 @@ class StepOutcome:
     Attributes:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
         reason: why a round did not commit; empty if all did.
-        num_rounds, num_rounds_committed: of the step; above 1 in a grid.
-        num_rounds_alone: in which no other peer had a place beside this one, as in a grid with empty cells.
-        weight: behind the mean, in a grid.
-        usual_norm: of the values in this peer's first group of a grid; 0 if none committed here, or without limits.
-        manifests: of all rounds of a grid that committed here.
-        is_left_out: a group of the grid has committed without this peer's values.
-        disagreement: in a grid, of the step before; see
+        num_rounds, num_rounds_committed: rounds of the step (1 outside a grid), and those of them that committed.
+        num_rounds_alone: rounds in which no other peer was in this one's group, as in a grid with empty cells.
+        weight: sum of the weights in the values that this peer holds; its own weight before the first round commits.
+        usual_norm: median norm of the values in this peer's first group of a grid; 0 if its round did not commit, or
+            without limits.
+        manifests: those of all rounds of a grid that committed here.
+        is_left_out: whether a group of the grid has committed without this peer's values.
+        disagreement: in a grid, the distance between the peers after the step before; see
             :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
     """
 
@@ -116,18 +116,25 @@ class GridSteps:
             NothingToAverage: no peer whose values have come here gave a weight.
         """
         place, loop = self.place, asyncio.get_running_loop()
-        mean_N, num_empty, failed = flat_N, 0, ""
-        outcome.num_rounds, outcome.num_rounds_committed, outcome.num_rounds_alone = place.num_rounds, 0, 0
-        outcome.weight, outcome.usual_norm = weight, 0.0
+        mean_N = flat_N
+        num_empty = 0
+        failed = ""
+        outcome.num_rounds = place.num_rounds
+        outcome.num_rounds_committed = outcome.num_rounds_alone = 0
+        outcome.weight = weight
+        outcome.usual_norm = 0.0
         try:
             while num_left := place.num_rounds_left:
-                round_deadline, result = loop.time() + (deadline - loop.time()) / num_left, None
+                round_deadline = loop.time() + (deadline - loop.time()) / num_left
+                result = None
                 try:
                     result = await self.round(outcome, mean_N, round_deadline, MOMENT_S)
                 except NothingToAverage as error:
-                    outcome.reason, num_empty = error.reason, num_empty + 1
+                    outcome.reason = error.reason
+                    num_empty += 1
                 if result is None:
-                    outcome.num_rounds_alone += not outcome.reason
+                    if not outcome.reason:
+                        outcome.num_rounds_alone += 1
                     reason = outcome.reason or "nobody else was there"
                     failed = f"round {place.position().step} did not commit here: {reason}"
                 place.next_round()
@@ -147,7 +154,8 @@ class GridSteps:
         manifest = result.manifest
         own_weight = manifest.weights[manifest.members.index(self.own_id)]
         outcome.is_left_out = outcome.is_left_out or (outcome.weight > 0 and not own_weight > 0)
-        outcome.committed, outcome.weight = result, sum(manifest.weights)
+        outcome.committed = result
+        outcome.weight = sum(manifest.weights)
         outcome.manifests.append(manifest)
         outcome.num_rounds_committed += 1
 
@@ -169,12 +177,14 @@ class GridSteps:
         """
         place, loop = self.place, asyncio.get_running_loop()
         is_first = place.num_rounds_left in (None, place.num_rounds)
-        least_s = min(BRIEF_S, (deadline - loop.time()) / 2)  # with less no new attempt begins
-        alone_until, look_s = min(loop.time() + alone_s, deadline), LOOK_S
+        least_s = min(BRIEF_S, (deadline - loop.time()) / 2)  # with less time left no new attempt begins
+        alone_until = min(loop.time() + alone_s, deadline)
+        look_s = LOOK_S
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         outcome.reason = ""
         while (left_s := deadline - loop.time()) >= least_s:
-            position, expected = place.position(), place.attendees().expected.keys()
+            position = place.position()
+            expected = place.attendees().expected.keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 try:
@@ -199,7 +209,7 @@ class GridSteps:
                 except (RoundAborted, Unavailable) as error:
                     logger.info("an attempt at round %d failed: %s", place.position().step, error)
                     outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
-                if refill is not None:  # the last attempt may have overwritten them
+                if refill is not None:  # the last attempt may have overwritten the values
                     mean_N = await run_to_end(refill)
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
@@ -211,6 +221,7 @@ class GridSteps:
         return None
 
     def _patience_s(self) -> float:
-        """How long to wait for expected peers: longer in each round, as they may have waited in the last."""
-        num_left, num_rounds = self.place.num_rounds_left or 1, self.place.num_rounds
+        """How long to wait for expected peers: longer in each later round, as they may have waited in the last."""
+        num_left = self.place.num_rounds_left or 1
+        num_rounds = self.place.num_rounds
         return self.config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds

@@ -1,4 +1,4 @@
-"""Rules for admission: which peers may join a group, which codec it takes, and which groups a member accepts. Pure."""
+"""Decides which peers may join a group, which codec the group uses, and which groups a member accepts. Pure."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     """
     rank = group.rank_of(own.peer_id)
     named = None
-    if rank is not None:  # the leader may say that this peer should not reduce
+    if rank is not None:  # the leader may change these two, so that this peer reduces nothing
         named = msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth, may_reduce=own.may_reduce)
     ids = {member.peer_id for member in group.members}
     if (
         group.leader != leader
         or leader not in ids
         or group.position != here
-        or named != own  # but for the bandwidth, by which the leader says who reduces
+        or named != own
         or len(ids) != len(group.members)
         or all(member.is_client for member in group.members)
     ):
@@ -101,7 +101,7 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
         chosen = codec_of_code(group.codec, codec)
     except BadEncoding as error:
         return f"the leader chose {error}"
-    if codec not in (AUTO, chosen.name) and not chosen.passes_on:  # that one is made from the setting
+    if codec not in (AUTO, chosen.name) and not chosen.passes_on:  # a sparse codec is made from the setting
         return f"the leader chose codec {chosen.name!r}, but this peer's is {codec!r}"
     return None
 
@@ -113,12 +113,12 @@ def is_later_round(position: Position, here: Position) -> bool:
 
 
 def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float]) -> Codec:
-    """The codec of a round, as its leader chooses it: exact where links are fast, else 8 bits.
+    """The codec that the leader of a round chooses: exact values where links are fast, else 8 bits.
 
     Args:
-        setting: the user's; only ``auto`` leaves a choice.
-        bandwidths: bytes per second of the members, as they tell it.
-        rtts_s: round trips between the leader and the others; infinite if unknown.
+        setting: the user's codec setting; only ``auto`` leaves a choice.
+        bandwidths: bytes per second, as the members say; 0 if unknown.
+        rtts_s: seconds of a round trip between the leader and each other member; infinite if unknown.
     """
     if setting != AUTO:
         return codec_named(setting)

@@ -1,4 +1,4 @@
-"""Carries out what :mod:`.matchmaking_machine` decides: calls of other peers, and answers to theirs.
+"""Carries out what :mod:`.matchmaking_machine` decides: it calls other peers, and answers their calls.
 
 It decides nothing itself.
 
@@ -57,10 +57,10 @@ class Meeting(Protocol):
     """Knows where and with whom this peer averages next; the optimizer and the averager implement it."""
 
     def position(self) -> Position:
-        """That of the attendees, at once."""
+        """The position of the attendees; cheaper than :meth:`attendees`."""
 
     def attendees(self) -> Attendees:
-        """All that is known of the next round now."""
+        """The peers that should come to the next round, as far as known now."""
 
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come; it is expected again only after a fresh record."""
@@ -92,17 +92,17 @@ class Matchmaker:
         self._own: Member | None = None
         self._ends_at = math.inf
         self._asking: asyncio.Task[None] | None = None
-        self._waiting: dict[PeerId, asyncio.Future[JoinResponse]] = {}  # peers that asked here
+        self._waiting: dict[PeerId, asyncio.Future[JoinResponse]] = {}  # the answers to peers that asked here
         self._reaching: set[PeerId] = set()
         self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
-        self._ended_at = -math.inf  # loop time, of the last search
+        self._ended_at = -math.inf  # loop time when the last search ended
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(CALL, self._on_call)
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
-        """End all searches; peers that wait here are told."""
+        """End this peer's search, and refuse all peers that have asked here."""
         self._endpoint.unhandle(JOIN)
         self._endpoint.unhandle(CALL)
         if self._on_lost in self._endpoint.on_lost:
@@ -141,7 +141,8 @@ class Matchmaker:
         )
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
-        self._found, is_broken_off = found, True
+        self._found = found
+        is_broken_off = True
         try:
             patience_s = self._config.matchmaking_time_s if gather_s is None else gather_s
             self._on(matchmaking_machine.Due(self._own, patience_s, self._ends_at))
@@ -149,7 +150,8 @@ class Matchmaker:
             is_broken_off = False
             return group
         finally:
-            self._found, self._ended_at = None, self._loop.time()
+            self._found = None
+            self._ended_at = self._loop.time()
             if not found.done() or found.cancelled():
                 self._on(matchmaking_machine.Ended())
             elif is_broken_off and found.exception() is None:
@@ -158,7 +160,7 @@ class Matchmaker:
             self._stop_asking()
 
     def round_over(self, group: Group, blamed: Sequence[PeerId], *, is_committed: bool) -> None:
-        """Note how the round of a group has ended, and because of whom."""
+        """Note whether the round of a group has committed, and which members are to blame if anything failed."""
         others = {member.peer_id for member in group.members} - {self._endpoint.peer_id}
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
@@ -179,7 +181,7 @@ class Matchmaker:
         return {rank for rank, one in enumerate(group) if one.peer_id in members} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> set[int]:
-        """The ranks for which nobody waits long in a round, and which reduce nothing."""
+        """The ranks of guests for which nobody waits long in a round; they reduce only if nobody else can."""
         roster = self._meeting.attendees().roster
         if roster is None:
             return set()
@@ -236,7 +238,7 @@ class Matchmaker:
             self._found.set_exception(outcome)
 
     async def _look(self) -> None:
-        """Have the machine look around for as long as a group forms here."""
+        """Tell the machine that time passes, for as long as others wait for what this peer does."""
         try:
             while self._machine.is_wanted:
                 self._news.clear()
@@ -289,7 +291,7 @@ class Matchmaker:
         if not self._endpoint.is_connected(leader):
             self._reach_all()
         spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
-        timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # so that a silent leader is noticed
+        timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # a silent leader is passed over then
         request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, DAY_S))
         try:
             response = await self._endpoint.call(leader, JOIN, request, timeout_s)
@@ -317,7 +319,7 @@ class Matchmaker:
         self._on(matchmaking_machine.Failed(leader, code, reason))
 
     def _reach_all(self) -> None:
-        """Find out at once which hosts cannot be reached, where the leader is one that this peer has to dial."""
+        """Dial all hosts at once: those that cannot be reached are then known before this peer has to ask them."""
         for peer_id, is_client in self._meeting.attendees().expected.items():
             if not is_client and not self._endpoint.is_connected(peer_id) and peer_id not in self._reaching:
                 self._reaching.add(peer_id)
@@ -329,7 +331,7 @@ class Matchmaker:
         except Unavailable as error:
             self._call_failed(peer_id, matchmaking_machine.GONE, str(error))
         except PeerError:
-            pass  # it answers
+            pass  # an answer shows that it can be reached
         finally:
             self._reaching.discard(peer_id)
 
@@ -366,7 +368,7 @@ class Matchmaker:
             is_client=self._endpoint.client_mode,
         )  # fmt: skip
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
-        _end(self._waiting.get(remote), JoinResponse())  # it asks again
+        _end(self._waiting.get(remote), JoinResponse())  # the peer asks again: its former call ends
         answer: asyncio.Future[JoinResponse] = self._loop.create_future()
         self._waiting[remote] = answer
         is_grid = bool(who.position.group_key)
@@ -398,8 +400,9 @@ class Matchmaker:
         """Wait for this peer to reach a position that others may have reached a moment earlier."""
         deadline = self._loop.time() + self._config.matchmaking_time_s
         while (here := self._meeting.position()).step < position.step:
-            now, is_later = self._loop.time(), is_later_round(position, here)
-            is_between = now < self._ended_at + MOMENT_S  # two rounds of a step in a grid
+            now = self._loop.time()
+            is_later = is_later_round(position, here)
+            is_between = now < self._ended_at + MOMENT_S  # between two rounds of a step in a grid
             is_coming = is_later and (is_between or self._found is not None)
             if not (is_coming or self._machine.stage is Stage.GROUPED) or now > deadline:
                 return
@@ -407,7 +410,7 @@ class Matchmaker:
 
 
 def _code_and_reason(error: Unavailable | PeerError) -> tuple[str, str]:
-    """Why a peer that was called gives no answer, as the machine reads it."""
+    """The code and the reason, for the machine, of a call that failed or was refused."""
     if isinstance(error, Refused):
         return error.code, error.message
     return matchmaking_machine.LATE if isinstance(error, Timeout) else matchmaking_machine.GONE, str(error)

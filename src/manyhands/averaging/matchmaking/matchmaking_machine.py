@@ -1,35 +1,61 @@
 """One peer's search for the group of its next round, as a state machine. Pure.
 
 All peers know who should lead (:mod:`manyhands.averaging.attendees`). A peer whose step is due asks that leader for a
-place, or leads. A peer that cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions
-come out:
+place, or leads itself. If it cannot get a place there, it asks the next leader. Events come in with
+:meth:`Matchmaking.on`, actions come out:
 
 =========  ================================================  =========  ==============================================
 state      event                                             next       actions
 =========  ================================================  =========  ==============================================
-idle       the step is due here, and another peer leads      asking     ask it; send whoever asks here on to it
+idle       the step is due here, and another peer leads      asking     ask it; refer all that have asked here to it
 idle       the step is due here, and this peer leads         leading    call the others
 idle       another peer asks for a place, or calls           idle       call the training loop, and the others
-idle       one that asked has waited as long as it likes      idle       refuse it
+idle       a peer that asked has waited for all its time,    idle       refuse it
+           or half of the members have done so before
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
-asking     it follows a leader itself                        asking     ask that one, once; the next one, if that one
-                                                                        has given no place here
-asking     a peer calls that comes after the leader          asking     look whether the leader is still there
+asking     the asked leader follows a leader itself          asking     ask that one, once; if it gave no place before,
+                                                                        ask the next one in order
+asking     another peer asks for a place                     asking     refer it to the asked leader
+asking     a peer calls that comes after the asked leader    asking     check whether the asked leader still answers
 leading    another peer asks for a place                     leading    note it
+leading    a called peer does not come                       leading    do not wait for it
 leading    all that are waited for are here, or the          grouped    close the group with those that came
            patience is over
-leading    a leader before this peer calls, or is            asking     ask it; send all that came on to it
-           followed by a peer that was called
+leading    a peer calls that comes before this one in the    asking     ask it; refer all that have asked here to it
+           order of leaders, or a called peer follows it
 leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
-any        the asked leader, or half of the members that     idle       the attempt ends, to look for the others
-           were called, say that the run went on
-any        no leader is left, or this peer went elsewhere    idle       the attempt ends; all that ask are refused
+asking,    the asked leader, or at least half of the         idle       the attempt ends: this peer is behind, and
+leading    members when called, say that the run went on                looks for the others (not in a grid)
+any        no leader is left, this peer is at another        idle       the attempt ends; all that ask are refused
+           position, or its search is cancelled
+grouped    the round is over, and committed                  grouped    none, until this peer is at the next position
 grouped    the round is over, and did not commit             idle       its leader is passed over in the next attempt
 =========  ================================================  =========  ==============================================
 
 A leader that was passed over is not asked again at this position, until all have been.
+
+The driver (:class:`.matchmaker.Matchmaker`) raises the events:
+
+===================  =================================================================================================
+event                raised by
+===================  =================================================================================================
+:class:`Due`         ``find_group``, which the round runner calls when the optimizer or averager begins a round
+:class:`Ended`       ``find_group``, when it is cancelled before a group was found
+:class:`Asked`       a ``JOIN`` call of another peer
+:class:`Withdrew`    the end of a ``JOIN`` call that was not answered yet; a broken connection
+:class:`Formed`      the answer to this peer's ``JOIN`` call: a group
+:class:`SentOn`      the answer to this peer's ``JOIN`` call: another leader
+:class:`Failed`      a ``JOIN`` call that failed, was refused or brought a wrong group; a failed ping of a ``Check``
+:class:`Called`      a ``CALL`` call of another peer
+:class:`Follows`     the answer to this peer's ``CALL`` call
+:class:`CallFailed`  a ``CALL`` call that failed or was refused; a dial to a possible leader that failed
+:class:`RoundOver`   ``round_over``, from the round runner; ``pass_over``, from the optimizer; ``find_group``, when it
+                     is cancelled after a group was found
+:class:`Looked`      a timer, while others wait for what this peer does: every ``LOOK_S``, at ``wake_at``, and after
+                     each other event
+===================  =================================================================================================
 """
 
 from __future__ import annotations
@@ -61,7 +87,7 @@ SHOWN_REFUSALS = 3
 
 
 class Stage(enum.Enum):
-    """Of one peer's search."""
+    """The stages of one peer's search for a group."""
 
     IDLE = "idle"
     ASKING = "asking"
@@ -77,13 +103,13 @@ class Due:
     """This peer's own step is due: look for a group."""
 
     member: Member
-    patience_s: float  # for the others, in the first attempt after a calm round
-    ends_at: float = math.inf  # of this peer's time for the round
+    patience_s: float  # how long to wait for the others, in the first attempt after a calm round
+    ends_at: float = math.inf  # end of this peer's time for the round
 
 
 @dataclass(frozen=True)
 class Ended:
-    """This peer looks for a group no more."""
+    """This peer's search was cancelled before it found a group."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +117,13 @@ class Asked:
     """Another peer asks for a place in the group that this one leads."""
 
     member: Member
-    patience_s: float  # of that peer, for this peer's own loop
+    patience_s: float  # how long that peer waits for this peer's own training loop
     size: float = math.inf  # places in a group
 
 
 @dataclass(frozen=True)
 class Withdrew:
-    """A peer that has asked for a place waits no more, or is gone."""
+    """A peer that has asked for a place no longer waits for it, or is gone."""
 
     peer_id: PeerId
 
@@ -132,7 +158,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Follows:
-    """A peer that was called comes, or says which leader it has asked."""
+    """A peer that was called will ask for a place, or says which leader it follows."""
 
     peer_id: PeerId
     leader: PeerId | None = None
@@ -157,7 +183,7 @@ class RoundOver:
 
 @dataclass(frozen=True)
 class Looked:
-    """Time has passed, or the others' records have changed."""
+    """A little time has passed; the attendees may have changed."""
 
 
 Event: TypeAlias = (
@@ -178,7 +204,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Check:
-    """Look whether the asked leader still answers; :class:`Failed` follows if not."""
+    """Check that the asked leader still answers; :class:`Failed` follows if not."""
 
     leader: PeerId
 
@@ -214,7 +240,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Close:
-    """The group stands, and this peer leads it: tell all members."""
+    """The group has formed, and this peer leads it: send it to all members."""
 
     members: tuple[Member, ...]
     late: Late
@@ -241,10 +267,10 @@ Action: TypeAlias = Ask | Check | Call | CallLoop | SendOn | Refuse | Close | Mi
 
 
 def where_the_run_is(here: Position, asked: Position) -> str:
-    """What to say to a peer that asks for a round which this one has left behind."""
-    is_grid = here.group_key or asked.group_key
-    there = name_of(asked) if is_grid else str(asked.step)
-    return f"the run is at {name_of(here)}, not {f'at {there}' if is_grid else there}"
+    """The reason for which a peer is refused that asks for a round which this peer has left behind."""
+    if here.group_key or asked.group_key:
+        return f"the run is at {name_of(here)}, not at {name_of(asked)}"
+    return f"the run is at {name_of(here)}, not {asked.step}"
 
 
 def name_of(position: Position) -> str:
@@ -259,7 +285,7 @@ class Matchmaking:
         now: seconds, of any clock that does not go back; also in :meth:`on`.
 
     Attributes:
-        leader: whom this peer has asked, or whose group it is in.
+        leader: the peer that this one has asked, or whose group it is in; None if there is none.
         wake_at: when :class:`Looked` is due at the latest.
     """
 
@@ -269,28 +295,28 @@ class Matchmaking:
         self.leader: PeerId | None = None
         self.wake_at = math.inf
         self._own: Member | None = None
-        self._full_s = 0.0  # patience, in the first attempt after calm rounds
+        self._full_s = 0.0  # patience in the first attempt after calm rounds
         self._ends_at = math.inf
         self._stepped_at = now
         self._begin_anew(None)
 
     def _begin_anew(self, position: Position | None) -> None:
-        """Forget all about the position before."""
+        """Forget what happened at the former position."""
         self._position = position
-        self._waits: dict[PeerId, Wait] = {}  # of the peers that ask for a place
+        self._waits: dict[PeerId, Wait] = {}  # peers that ask for a place
         self._led_at = math.inf
         self._passed_over: set[PeerId] = set()
         self._has_lost_time = False
         self._num_in_vain = 0  # attempts to which nobody came
         self._refused: set[PeerId] = set()  # members that have waited for this peer's loop in vain
-        self._ahead: set[PeerId] = set()  # they said that the run went on
+        self._ahead: set[PeerId] = set()  # peers that said that the run went on
         self._caller: PeerId | None = None
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
         self._tried: set[PeerId] = set()  # leaders that gave no place
         self._refusals: list[str] = []
-        self._sent_to: set[PeerId] = set()  # leaders that called, or that others follow
+        self._sent_to: set[PeerId] = set()  # leaders that this peer asks because they called, or others follow them
         self._followed: dict[PeerId, PeerId] = {}  # the leaders of others that were called
         self._elsewhere: set[PeerId] = set()  # peers that do not come
         self._called_at: dict[PeerId, float] = {}
@@ -306,17 +332,19 @@ class Matchmaking:
         return self.stage is Stage.LEADING or bool(self._waits)
 
     def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
-        """Take an event in; returns what to do."""
+        """Take an event in; returns what to do. ``who`` is what is known of the attendees now."""
         actions = self._moved(who) if who.position != self._position else []
         match event:
             case Due(member, full_s, ends_at):
-                self._own, self._full_s, self._ends_at = member, full_s, ends_at
+                self._own = member
+                self._full_s = full_s
+                self._ends_at = ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
             case Ended():
                 if self.stage is Stage.ASKING and self.leader is not None:
-                    self._passed_over.add(self.leader)  # it has used up this peer's time
+                    self._passed_over.add(self.leader)  # this leader has used up the peer's time
                     self._has_lost_time = True
                 actions += self._end()
             case Asked():
@@ -344,13 +372,15 @@ class Matchmaking:
     # this peer's own search
 
     def _moved(self, who: Attendees) -> list[Action]:
-        """This peer is at another position: whoever asked at the former one is behind."""
+        """Begin anew at another position; peers that asked at the former one are behind."""
         actions: list[Action] = []
         if self._waits and self._position is not None:
             actions.append(Refuse(tuple(self._waits), BEHIND, where_the_run_is(who.position, self._position)))
         if self._own is not None:
             actions.append(Abort("this peer has gone to another position meanwhile"))
-        self.stage, self.leader, self._own = Stage.IDLE, None, None
+        self.stage = Stage.IDLE
+        self.leader = None
+        self._own = None
         self._begin_anew(who.position)
         return actions
 
@@ -358,7 +388,7 @@ class Matchmaking:
         """Ask the first leader that is left, or lead."""
         left = [leader for leader in who.leaders if leader not in self._tried]
         if self._passed_over.issuperset(left):
-            self._passed_over.clear()  # perhaps they can lead now
+            self._passed_over.clear()  # all have failed: perhaps they can lead now
         leader = next((leader for leader in left if leader not in self._passed_over), None)
         leader = self._better(leader, who)
         if leader is None:
@@ -366,7 +396,7 @@ class Matchmaking:
         return self._lead(now, who) if leader == self.own_id else self._ask(leader, who)
 
     def _better(self, leader: PeerId | None, who: Attendees) -> PeerId | None:
-        """The peer that has called, if it leads before another one; it may be unknown here."""
+        """Prefer the peer that has called, which may be unknown here, if it comes before ``leader`` in the order."""
         caller = self._caller
         if caller is None or caller in self._tried:
             return leader
@@ -376,11 +406,9 @@ class Matchmaking:
         if self._tried or who.hosts:
             return self._with_refusals("no peer that could lead a group can be reached from here")
         num = len(who.members | who.guests) + 1
-        return (
-            f"none of the {num} peers can be dialled: all are in client mode; at least one must accept connections"
-            if num > 1
-            else "this peer cannot be dialled, and no other peer can be reached"
-        )
+        if num == 1:
+            return "this peer cannot be dialled, and no other peer can be reached"
+        return f"none of the {num} peers can be dialled: all are in client mode; at least one must accept connections"
 
     def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
         self.stage, self.leader = Stage.ASKING, leader
@@ -407,7 +435,7 @@ class Matchmaking:
         return [*self._end(BEHIND, reason), Abort(f"the run went on without this peer: {reason}")]
 
     def _end(self, code: str = BUSY, reason: str = "the leader's own attempt has ended") -> list[Action]:
-        """End this peer's own search; whoever has asked here goes elsewhere."""
+        """End this peer's own search, and refuse all that have asked here: they go elsewhere."""
         if self.stage in (Stage.ASKING, Stage.LEADING):
             self.stage, self.leader = Stage.IDLE, None
         self._own = None
@@ -429,7 +457,7 @@ class Matchmaking:
         return self._follow(to, who)
 
     def _may_be_sent_to(self, leader: PeerId) -> bool:
-        """Whether others can have this peer ask a leader out of turn: once, and not endlessly many."""
+        """Whether this peer asks a leader out of turn, as others say: once each, and not endlessly many."""
         return leader not in self._sent_to and len(self._sent_to) < MAX_REDIRECTS
 
     def _follow(self, leader: PeerId, who: Attendees) -> list[Action]:
@@ -440,9 +468,9 @@ class Matchmaking:
         leader, reason = failed.leader, failed.reason
         self._tried.add(leader)
         self._refusals.append(reason)
-        if failed.code not in (GONE, OTHER_POSITION):  # these may call this peer yet
+        if failed.code not in (GONE, OTHER_POSITION):  # these peers may still call this one
             self._passed_over.add(leader)
-        if failed.code == BEHIND and not who.position.group_key:  # else its group is done with this round of the grid
+        if failed.code == BEHIND and not who.position.group_key:  # in a grid only the leader's group is ahead
             return self._went_on(reason)
         if (failed.code == BARRED and who.is_barred) or (failed.code == FULL and who.position.group_key):
             return self._abort(reason)
@@ -451,7 +479,7 @@ class Matchmaking:
         return absent + self._seek(now, who)
 
     def _round_over(self, leader: PeerId, is_committed: bool, now: float) -> list[Action]:
-        if is_committed:  # it stays grouped until it is at the next position
+        if is_committed:  # this peer stays grouped until it is at the next position
             self._stepped_at = now
             return []
         self.stage, self.leader = Stage.IDLE, None
@@ -484,7 +512,7 @@ class Matchmaking:
         return self._gather(now, who)
 
     def _gather(self, now: float, who: Attendees) -> list[Action]:
-        """Call the others, and close the group once all are here that are waited for."""
+        """Call the others, and close the group once all that are waited for are here, or their time is over."""
         self.wake_at = math.inf
         if self.stage is Stage.IDLE:
             return self._wait_for_loop(now, who)
@@ -506,8 +534,9 @@ class Matchmaking:
         return self._close(members, guests, who)
 
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
-        """Each that asks waits as long as it likes; one alone has none of many others sent away."""
+        """Wait for this peer's training loop: refuse each peer that has asked once its own time is over."""
         over = tuple(peer_id for peer_id, wait in self._waits.items() if now >= wait.until)
+        # a member that waited for less does not count as refused: few such members could have all others refused
         least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
         self._refused |= {one for one in over if one in who.members and now >= self._waits[one].since + least_s}
         for peer_id in over:
@@ -522,7 +551,7 @@ class Matchmaking:
 
     def _call(self, peer_id: PeerId, now: float) -> list[Action]:
         if now < self._called_at.get(peer_id, -math.inf) + MOMENT_S:
-            return []  # later it is called again: it may have been in a round, or followed another leader
+            return []  # after that it is called again: it may have been in a round, or followed another leader
         self._called_at[peer_id] = now
         return [Call(peer_id)]
 
@@ -533,7 +562,9 @@ class Matchmaking:
         late = Late.GUESTS if guests and who.waits_for_guests else Late.NOBODY
         late = Late.MEMBERS if members or self._has_lost_time else late
         group = [self._own, *(wait.member for wait in self._waits.values())]
-        self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
+        self.stage = Stage.GROUPED
+        self.leader = self.own_id
+        self._own = None
         self._waits = {}
         return [Close(tuple(sorted(group, key=lambda member: member.peer_id)), late, members)]
 
@@ -568,7 +599,7 @@ class Matchmaking:
             return self._follow(by, who)
         leader = self.leader
         assert leader is not None
-        # a leader before the asked one calls that one, too
+        # a leader that comes before the asked one calls the asked one, too
         return [Check(leader)] if by != leader and who.heeds(by) and who.rank(leader) < who.rank(by) else []
 
     def _leads_before(self, one: PeerId, other: PeerId, who: Attendees) -> bool:
@@ -586,11 +617,13 @@ class Matchmaking:
             return self._follow(leader, who)
         self._followed[peer_id] = leader
         if who.rank(leader) < who.rank(self.own_id):
-            if leader == peer_id or leader not in self._tried:  # else its followers find out, too, what is wrong
+            if leader == peer_id or leader not in self._tried:  # else its followers find out what is wrong with it
                 self._elsewhere.add(peer_id)
             return self._gather(now, who)
         is_known = leader in self._waits or leader in who.members or leader in who.guests
-        calls = self._call(leader, now) if self.stage is Stage.LEADING and not is_known else []  # it should come, too
+        calls: list[Action] = []
+        if self.stage is Stage.LEADING and not is_known:
+            calls = self._call(leader, now)  # that leader should come, too
         return calls + self._gather(now, who)
 
     def _call_failed(self, failed: CallFailed, now: float, who: Attendees) -> list[Action]:

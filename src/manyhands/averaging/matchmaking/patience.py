@@ -4,23 +4,26 @@
 who waits               for whom                  how long, and why
 ======================  ========================  ====================================================================
 a peer                  the leader that it asks   its *patience*; then it asks the next one
-a leader                members                   its patience from when half of them have asked, as most of them wait
-                                                  since then, and one that asks early changes nothing; at least a
-                                                  quarter of it from when it leads itself, as some may be in mid-batch
-a leader                members, at most          as long as those that have asked wait: they would go elsewhere; and
-                                                  for half of its time for the round: the other half is for the values
-a leader                guests, all together      as long as a step takes; a tenth of that after a round that waited in
+a leader                members                   its patience from when half of them had asked, or from when it led, if
+                                                  that was earlier: so one that asks early changes nothing; at least a
+                                                  quarter of it from when it led, as some may be in mid-batch
+a leader                members, at most          until the last peer that has asked would go elsewhere, but for the
+                                                  quarter above; and for half of the leader's time for the round, as
+                                                  the values need the other half
+a leader                guests, all together      as long as the step took; a tenth of that after a round that waited in
                                                   vain for one; at most as long as for members
-a leader                clients that it cannot    a dial: by then they could have come to it
+a leader                clients that it cannot    a dial: by then they could have connected to it
                         call
-a peer that was asked   its own training loop     as long as each that has asked waits
-a member that has       that loop, before it      its patience, and a moment at least: one that does not wait has
-asked in vain           counts as away            nobody else sent away
+a peer that was asked   its own training loop     for each peer that has asked, as long as that one waits
 ======================  ========================  ====================================================================
 
+If at least half of the members have waited for a peer's training loop in vain, the peer refuses all that ask until its
+loop comes. A member counts here if it waited for at least the peer's own patience, and ``MOMENT_S``: otherwise members
+without patience could have all others refused.
+
 *Patience* is the matchmaking time. Each recent troubled round halves it, and so does each failed attempt at this round,
-so that peers that never come cost less and less. But members may finish the batch in which a call finds them, if it
-takes them as long as most others.
+so that peers that never come cost less and less. But within the matchmaking time it is not shorter than a usual batch,
+so that members can finish the batch in which a call finds them.
 """
 
 from __future__ import annotations
@@ -39,19 +42,19 @@ MAX_HALVINGS = 4
 BATCH_MARGIN = 1.25
 """A batch may take this factor longer than it usually does."""
 LEAST_SHARE = 0.25
-"""The share of its patience that a leader has for the others at least, however early they came."""
+"""A leader waits for members for at least this share of its patience, from when it began to lead."""
 GUEST_SHARE = 0.1
-"""The share of a step's time for which guests are waited for, after one was waited for in vain."""
+"""Guests are waited for this share of the time of a step, after a round that waited for one in vain."""
 
 
 def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: float = 0.0) -> float:
     """Seconds for which a peer waits for a member, or for a leader.
 
     Args:
-        full_s: the same in the first attempt after calm rounds.
+        full_s: the patience in the first attempt after calm rounds.
         num_troubled: recent rounds with trouble.
         num_failed: attempts at this round that failed.
-        batch_s: in which most peers here compute a batch.
+        batch_s: seconds in which most peers here compute a batch; 0 if they compute none.
     """
     halved_s = full_s * 0.5 ** min(num_troubled + num_failed, MAX_HALVINGS)
     return max(halved_s, min(BATCH_MARGIN * batch_s, full_s))
@@ -59,7 +62,7 @@ def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: f
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of a peer that has asked for a place, from one instant until another."""
+    """A peer that has asked for a place, and the instants since and until which it waits."""
 
     member: Member
     since: float
@@ -68,7 +71,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class LeaderWaits:
-    """Until when a leader waits for the peers of each kind that have not come."""
+    """The instants until which a leader waits for the peers of each kind that have not come."""
 
     members: float
     guests: float
@@ -84,11 +87,11 @@ def leader_waits(
     led_at: float,
     ends_at: float,
 ) -> LeaderWaits:
-    """Until when a leader waits for the others; all times are instants of one clock.
+    """The instants until which a leader waits for the others; all times are of one clock.
 
     Args:
-        waits: of the peers that have asked it for a place.
-        patience_s: of the leader.
+        waits: the peers that have asked the leader for a place.
+        patience_s: the leader's patience.
         stepped_at: when the last step was made.
         led_at: when it began to lead.
         ends_at: the end of its time for the round.
@@ -103,7 +106,7 @@ def leader_waits(
 
 
 def half_came_at(who: Attendees, waits: Mapping[PeerId, Wait]) -> float:
-    """When half of the members had asked; the first one where there is no roster. Infinite if they have not."""
+    """When half of the members had asked; without a roster, when the first peer had. Infinite if they have not."""
     times = sorted(wait.since for peer_id, wait in waits.items() if who.heeds(peer_id))
     half = 1 if who.is_open else (len(who.members) + 1) // 2
     return times[half - 1] if 0 < half <= len(times) else math.inf

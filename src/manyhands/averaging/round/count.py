@@ -6,7 +6,7 @@ Only the leader counts votes, so only one peer can decide, once for each exchang
 votes of the exchange                                       decision
 ==========================================================  ========================================================
 more than half of the voters hold the same result           commit that result
-with the voters that may still vote, this can become so     none yet
+votes are missing with which this can still become so       none yet
 more than half of the voters hear each other, and fewer     exchange again, among those that hear each other
 than have taken part
 anything else                                               abort
@@ -14,14 +14,14 @@ anything else                                               abort
 
 The *voters* are the members of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
 the group. If they are not more than half of the roster, the round commits all the same, but changes no roster. What
-guests hold and say does not count: identities are free, and as many of them as the run has members could stop every
-round else.
+guests hold and say does not count: identities are free, so otherwise as many guests as the run has members could stop
+every round.
 
-Two members do not hear each other if one accuses the other, or does not hold the same means of its span as most: a
-reducer that sends different means to different members is left out of the next exchange.
+Two members do not hear each other if one accuses the other, or if one holds other means of the other's span than most
+do. So a reducer that sends different means to different members is left out of the next exchange.
 
-So a lost member that only sent values costs nothing, as what it had delivered is in the mean of all. One whose means
-the others lack costs one more exchange.
+A lost member that only sent values costs nothing, as what it had delivered is in the mean that all hold. A lost member
+whose means the others lack costs one more exchange.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from manyhands.averaging.messages import (
 )
 
 MAX_EXCHANGES = 4
-"""Of a round: a death costs one, and if members keep dying another group does better."""
+"""Limit for one round. A member that dies costs one exchange; if members keep dying, a new group is better."""
 SHOWN_REASONS = 3
-"""More members in a reason would make a log line unreadable."""
+"""Limit of the reasons in a verdict: more would make a log line unreadable."""
 DIFFERENT = "the members hold different results"
 UNLIKE = "sent different members different means"
 
@@ -54,8 +54,8 @@ class Count:
     """The leader's count of the votes in one round.
 
     Attributes:
-        exchange: whose votes are counted now.
-        again: the order that led to it; None for the first one.
+        exchange: number of the exchange whose votes are counted now.
+        again: the leader's order that began this exchange; None in the first one.
         voters: ranks whose votes count.
         votes: by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
@@ -81,7 +81,7 @@ class Count:
         return frozenset(range(len(self.group.members))).difference(self.left_out)
 
     def add(self, rank: int, vote: Vote) -> None:
-        """Count a vote; those on other exchanges, and of members that were left out, are ignored."""
+        """Count a vote. Votes on other exchanges, and votes of members that were left out, are ignored."""
         if rank in self.members and vote.exchange == self.exchange:
             self.lost.pop(rank, None)
             num_members = len(self.group.members)
@@ -116,7 +116,7 @@ class Count:
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing.
 
-        At least half of the voters must have voted: one that votes at once could have all others left out else.
+        At least half of the voters must have voted: otherwise one that votes at once could have all others left out.
         """
         missing = self.missing()
         are_few = 2 * len(missing & self.voters) <= len(self.voters & self.members)
@@ -129,7 +129,7 @@ class Count:
             return self._commit(most)
         missing = set() if self._is_closed else self.missing()
         if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
-            return None  # also for guests, that they are in the next exchange
+            return None  # guests are waited for, too, so that the next exchange has them
         at_fault = self._at_fault()
         here = (self._live() & self.votes.keys()) - at_fault.keys()
         can_average = self._is_majority(here) and includes_values(self.group, here)
@@ -146,14 +146,14 @@ class Count:
         return by_result
 
     def _said(self) -> list[Accusation]:
-        """What voters accuse others of."""
+        """The accusations in the votes of voters."""
         return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.accusations]
 
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())
 
     def _at_fault(self) -> dict[int, str]:
-        """Of the living members that have voted, those without whom all others hear each other, with the reason."""
+        """The members to leave out, with the reason, so that the others that have voted all hear each other."""
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here & self.voters for one in self.votes[rank].accusations]
         said += [(rank, one) for rank, one in self._different() if rank in here]
@@ -161,7 +161,7 @@ class Count:
         return guests | dropped(((rank, one) for rank, one in said if one.accused in here & self.voters), self.leader)
 
     def _different(self) -> list[tuple[int, Accusation]]:
-        """Who holds other means of a span than most do: it accuses the reducer, which may have sent them."""
+        """For each voter that holds other means of a span than most: its rank, and its accusation of the reducer."""
         held = {
             rank: _spans_of(vote) for rank, vote in sorted(self.votes.items()) if vote.digests and rank in self.voters
         }
@@ -186,7 +186,8 @@ class Count:
         return self.again
 
     def _commit(self, ranks: Sequence[int]) -> Verdict:
-        vote, accused = self.votes[ranks[0]], dict[int, str]()
+        vote = self.votes[ranks[0]]
+        accused: dict[int, str] = {}
         for said in self._said():
             if said.accused not in self.votes or said.is_violation:
                 accused.setdefault(said.accused, said.reason)
@@ -204,10 +205,10 @@ class Count:
 
 
 def _spans_of(vote: Vote) -> list[bytes]:
-    """What a member holds of each span, by rank of its reducer: equal for equal means of the same members."""
+    """For each span, by rank of its reducer, bytes that are equal if the means and their contributors are."""
     absent: dict[int, list[SpanResult]] = defaultdict(list)
     for part in vote.parts:
-        if part.absent:  # parts that have all are not always named
+        if part.absent:  # parts to which all contributed are not always listed
             absent[part.reducer].append(part)
     return [digest + msgspec.msgpack.encode(absent[rank]) for rank, digest in enumerate(vote.digests)]
 
@@ -221,7 +222,9 @@ def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
-        score, violations, stalls = Counter[int](), Counter[int](), Counter[int]()
+        score = Counter[int]()
+        violations = Counter[int]()
+        stalls = Counter[int]()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1
@@ -236,6 +239,6 @@ def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[
 
 
 def includes_values(group: Group, ranks: Iterable[int]) -> bool:
-    """Whether some members include a reducer and one with values."""
+    """Whether these members include one that can reduce, and one with values."""
     members = [group.members[rank] for rank in ranks]
     return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)

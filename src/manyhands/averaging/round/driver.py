@@ -49,7 +49,7 @@ from manyhands.runtime.waker import Waker
 logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
-"""A member asks within its round's time, which ends within this many later rounds."""
+"""Number of rounds whose verdicts are kept: more than can follow within the time in which members may ask."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be reached."""
 
@@ -61,9 +61,9 @@ class RoundDriver:
         voters: ranks whose votes count.
 
     Attributes:
-        num_bytes_sent, num_bytes_received: in all exchanges that have ended.
-        exchanging_s, voting_s: the time that they took, and the rest.
-        rate, was_moving: of the last exchange, see :class:`.exchange.Exchange`.
+        num_bytes_sent, num_bytes_received: bytes in all exchanges that have ended.
+        exchanging_s, voting_s: seconds in exchanges, and seconds of the votes and the verdict.
+        rate, was_moving: those of the last :class:`.exchange.Exchange`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RoundDriver:
             await asyncio.wait([self._over])
             verdict = self._over.result()
             if verdict.manifest is not None and self._exchanging is not None:
-                late_s = self._times.late_s(self._loop.time())  # this member is a little late
+                late_s = self._times.late_s(self._loop.time())  # the others are done already
                 await asyncio.wait([self._exchanging], timeout=late_s)
                 self._count_time()
             return verdict
@@ -119,9 +119,9 @@ class RoundDriver:
             self._endpoint.on_lost.remove(self._on_lost)
             if self._timer is not None:
                 self._timer.cancel()
-            self._over.cancel()  # if nobody knows: those that ask wait no longer
+            self._over.cancel()  # members that ask here wait no longer, though this peer knows no verdict
             await self._tasks.close()
-            del self._contribution  # its vectors; an error that went through here may live on
+            del self._contribution  # frees its vectors, also while an error keeps this frame alive
 
     def give_up(self, reason: str) -> None:
         """End the round for this member; a leader decides at once, by the votes that are there."""
@@ -130,14 +130,14 @@ class RoundDriver:
     # what the others ask
 
     async def answer(self, rank: int, query: VerdictQuery) -> Verdict:
-        """The answer to a member that asks how the round goes on, as soon as there is one. Unbounded: use a timeout."""
+        """Wait for news for a member that asks how the round goes on. It has no limit of its own: use a timeout."""
         await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
         return self.machine.answer(rank, query) or Verdict(False, None, "the asked peer does not know how it ended")
 
     def vote(self, rank: int, vote: Vote) -> None:
         """Count the vote of another member, as the leader."""
         if not vote.digests and vote.exchange == self.machine.exchange:
-            self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
+            self._partners.give_up(self.group.members[rank].peer_id)  # it has stopped sending values
         self._on(round_machine.Voted(rank, vote))
 
     # the machine
@@ -198,7 +198,8 @@ class RoundDriver:
         finally:
             self.num_bytes_sent += exchange.num_bytes_sent
             self.num_bytes_received += exchange.num_bytes_received
-            self.rate, self.was_moving = exchange.rate, exchange.was_moving
+            self.rate = exchange.rate
+            self.was_moving = exchange.was_moving
             self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
         self._count_time()
         self._exchanging = None
@@ -238,19 +239,19 @@ class RoundDriver:
             if (answer := await self._call_leader(ASK_VERDICT, query, self._times.question_s)) is None:
                 return
             self._on(round_machine.Told(state.leader, answer))
-            if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
+            if (state.exchange, len(state.lost)) == before:  # the leader has not come to the round yet
                 await asyncio.sleep(LOOK_S)
 
     async def _send(self, vote: Vote) -> None:
         await self._call_leader(VOTE, vote, self._times.vote_s(self._loop.time()))
 
     async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
-        """Call the leader, again if a connection breaks; None once it is lost, which the machine then knows."""
+        """Call the leader, again if a connection breaks. Once the leader is lost, tell the machine and return None."""
         leader, reason = self.group.leader, ""
         for _ in range(CALLS_TO_LEADER):
             try:
                 return await self._endpoint.call(leader, method, request, timeout_s)
-            except Refused as refusal:  # it has not come to the round yet
+            except Refused as refusal:  # the leader has not come to the round yet
                 reason = reason or str(refusal)
                 await asyncio.sleep(LOOK_S)
             except Timeout as error:
@@ -270,7 +271,8 @@ class RoundDriver:
 
     async def _ask(self, rank: int) -> None:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
-        peer_id, query = self.group.members[rank].peer_id, InRoundQuery(self.group.group_id, self.group.leader)
+        peer_id = self.group.members[rank].peer_id
+        query = InRoundQuery(self.group.group_id, self.group.leader)
         try:
             answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
@@ -289,7 +291,8 @@ class RoundDriver:
         self._on(round_machine.NobodyKnows())
 
     async def _ask_how_it_ended(self, rank: int) -> None:
-        peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
+        peer_id = self.group.members[rank].peer_id
+        query = VerdictQuery(self.group.group_id, self.machine.exchange)
         try:
             answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._times.in_doubt_s)
         except (Unavailable, PeerError) as error:
@@ -299,7 +302,7 @@ class RoundDriver:
 
 
 class Answers:
-    """The rounds of one peer, as the others see them."""
+    """Answers the calls of other members that are about this peer's rounds."""
 
     def __init__(self, endpoint: RunEndpoint, matchmaker: Matchmaker) -> None:
         self._loop = asyncio.get_running_loop()
@@ -340,7 +343,7 @@ class Answers:
             self._untold = {member.peer_id for member in group.members} - {group.leader}
 
     def end(self, driver: RoundDriver) -> None:
-        """A round is over for this peer; the verdict is still told, if this peer knows it."""
+        """A round is over for this peer. If this peer knows the verdict, it still tells it to members that ask."""
         group_id, verdict = driver.group.group_id, driver.machine.verdict
         del self._rounds[group_id]
         self._note_decided(driver)
@@ -355,8 +358,9 @@ class Answers:
 
     def _on_vote(self, remote: PeerId, vote: Vote) -> Received:
         if vote.group_id in self._verdicts:
-            return Received()  # its question was answered, or will be
-        me, driver = self._endpoint.peer_id, self._rounds.get(vote.group_id)
+            return Received()  # too late; the member learns the verdict by its open question
+        me = self._endpoint.peer_id
+        driver = self._rounds.get(vote.group_id)
         if driver is None:
             raise Refused(me, "unknown_group", "this peer is in no such group")
         rank = driver.group.rank_of(remote)

@@ -1,4 +1,4 @@
-"""One exchange of a round: what a member brings to it, the all-reduce over streams, and the vote that follows."""
+"""One exchange of a round: a member's contribution, the all-reduce over streams, and the vote that follows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ NO_WEIGHT = "no member has any samples"
 
 
 def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
-    """The id of an exchange's streams, so that all who meet in it know the same members; at first it is the group's."""
+    """The id of an exchange's streams; that of the first exchange is the group's.
+
+    It follows from the members of the exchange, so that only peers that know the same members meet in it.
+    """
     if exchange == 0:
         return group.group_id
     return blake3(msgspec.msgpack.encode((group.group_id, exchange, members))).digest(NAME_BYTES)
@@ -54,15 +57,15 @@ def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
 
 @dataclass(eq=False, kw_only=True)
 class Contribution:
-    """What one member brings to the exchanges of a round, and what it holds after the last one.
+    """One member's input to the exchanges of a round, and its result of the last one.
 
     See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
 
     Attributes:
-        means: of the last exchange; None if something is missing.
-        manifest: with which the group would commit them.
+        means: the means of the last exchange; None if this member lacks some.
+        manifest: the manifest with which the group would commit these means; None without them.
         outsized: ranks of members whose values are too large beside those of the others.
-        usual_norm: of the members' values; 0 if they were not measured.
+        usual_norm: median norm of the members' values; 0 if they were not measured.
     """
 
     group: Group
@@ -83,7 +86,7 @@ class Contribution:
         """The all-reduce of these members' values; raises what the refill raises."""
         self.means = self.manifest = None
         if is_again and self.feedbacks is not None:
-            self.feedbacks.abort()  # what the exchange before has noted
+            self.feedbacks.abort()  # drop the errors of the exchange before
         if self.refill is None:
             averaged_N = empty_vector(self.flat_N.numel(), self.flat_N.dtype)
         else:  # the means overwrite the values
@@ -97,10 +100,10 @@ class Contribution:
     def vote(self, butterfly: Butterfly, members: Collection[int], exchange: int, failure: RoundAborted | None) -> Vote:
         """The vote on the result of an exchange that has ended, with what failed in it."""
         accusations = list(butterfly.faults.values())
-        is_own_fault = isinstance(failure, InvalidContribution)  # its own values: no stream carries them
+        is_own_fault = isinstance(failure, InvalidContribution)  # its own values are not finite
         if failure is not None and is_own_fault:
             accusations.append(Accusation(self.rank, failure.reason[:MAX_REASON_LENGTH], is_violation=True))
-        outsized = self._find_outsized(butterfly, members)  # these are in every span's means
+        outsized = self._find_outsized(butterfly, members)  # their values are in the means of every span
         accusations += outsized
         vote = Vote(self.group.group_id, exchange, accusations=accusations)
         if outsized or is_own_fault or not butterfly.is_whole:
@@ -118,7 +121,8 @@ class Contribution:
         if self.limits is None or not told:
             return []
         weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(self.group.members)]
-        norms, at_least = joined(told, range(len(told))), 0.0
+        norms = joined(told, range(len(told)))
+        at_least = 0.0
         if (usual := usual_norm(norms, weights)) < math.inf:
             self.usual_norm = max(self.usual_norm, usual)
         if self.norm_before is not None:  # means may be as good as 0 where values cancel each other
@@ -136,9 +140,9 @@ class Exchange:
     """One member's exchange with the others over streams.
 
     Attributes:
-        streams: by rank, as far as they are open.
+        streams: the open streams, by rank of the partner.
         rate: bytes per second while only the line held the streams up; None if the system cannot tell.
-        was_moving: values still came when it ended without having succeeded.
+        was_moving: whether values still came when the exchange ended without success.
         num_bytes_sent, num_bytes_received: on its streams, once it has ended.
     """
 
@@ -165,7 +169,8 @@ class Exchange:
         Raises:
             Exception: what the refill raised.
         """
-        members, self._began_at = self.contribution.group.members, self._loop.time()
+        members = self.contribution.group.members
+        self._began_at = self._loop.time()
         butterfly = await self.contribution.butterfly(self.members, is_again=self.number > 0)
         failure: RoundAborted | None = None
         try:
@@ -182,13 +187,16 @@ class Exchange:
     def rate_of(self, rank: int) -> float:
         """Bytes per second that came from a member; 0 if nothing did."""
         stream = self.streams.get(rank)
-        moving_s = stream.last_received - self._began_at if stream is not None else 0.0
-        return stream.bytes_received / moving_s if stream is not None and moving_s > 0 else 0.0
+        if stream is None:
+            return 0.0
+        moving_s = stream.last_received - self._began_at
+        return stream.bytes_received / moving_s if moving_s > 0 else 0.0
 
     async def _average(self, butterfly: Butterfly) -> None:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
         group = self.contribution.group
-        name, is_whole = stream_id(group, self.number, self.members), False
+        name = stream_id(group, self.number, self.members)
+        is_whole = False
         opening: dict[int, asyncio.Task[RoundStream]] = {}
         watching = self._tasks.spawn(self._watch(butterfly), name="watching the others")
         self.endpoint.on_lost.append(self._on_lost)
@@ -215,7 +223,7 @@ class Exchange:
                 self.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in self._lost
                 self.partners.give_back(stream, is_used_up=is_used_up, within_s=self.times.late_s(now))
-            # last, as a cancellation may end it here
+            # at the end, as a cancellation may interrupt this wait
             await asyncio.gather(*opening.values(), watching, return_exceptions=True)
 
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
@@ -251,8 +259,10 @@ class Exchange:
                     for rank, stream in self.streams.items()
                 }
                 answers = {rank: asked.pop(rank).result() for rank in list(asked) if asked[rank].done()}
-                over, awaited = butterfly.done_with | butterfly.faults.keys(), self._awaited(butterfly.partners)
-                now, has_reduced = self._loop.time(), butterfly.has_reduced
+                over = butterfly.done_with | butterfly.faults.keys()
+                awaited = self._awaited(butterfly.partners)
+                now = self._loop.time()
+                has_reduced = butterfly.has_reduced
                 for action in stragglers.looked(seen, answers, over, awaited, has_reduced, now):
                     match action:
                         case Ask(rank):
@@ -267,7 +277,7 @@ class Exchange:
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
     def _awaited(self, partners: Sequence[int]) -> set[int]:
-        """The partners that must open their stream, and can be asked about it: a client may not be connected yet."""
+        """The partners that must dial this member and that it can ask: not clients without a connection."""
         group, rank = self.contribution.group, self.contribution.rank
         members = {other: group.members[other] for other in partners if not dials(group, rank, other)}
         return {
@@ -280,7 +290,7 @@ class Exchange:
 async def _why_gone(endpoint: RunEndpoint, group: Group, rank: int, timeout_s: float) -> str:
     """Ask a member whether it is in the round; returns why it counts as gone, empty if it is there.
 
-    A call that fails may live on until the collector comes, so it must not hold an exchange with its vectors.
+    A failed call may live until the garbage collector runs, so no exchange, with its vectors, is among the arguments.
     """
     query = InRoundQuery(group.group_id, group.leader)
     try:

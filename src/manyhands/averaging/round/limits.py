@@ -1,13 +1,13 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means. Only in the
-later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). Of two members neither is
-bounded.
+later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). The norms of fewer than
+three members are not compared.
 
 ===========================  ===================================  ====================================================
 a member                     in this round                        after it
 ===========================  ===================================  ====================================================
-has too large a weight       it counts as the limit               nothing
+has too large a weight       its weight counts as the limit       nothing
 (here, ``limited``)
 sends values that are not    the reducer leaves them out, and     its samples are dropped, and the leader accuses it
 finite (``SpanReducer``)     takes its norm for infinite          (``roster.py`` says what that does)
@@ -55,14 +55,15 @@ def limited(group: Group, limits: MemberLimits) -> Group:
 
 
 def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
-    """Each weight capped to the limits; to the share only where equal weights would keep to it: a quarter from 5 on."""
+    """Cap each weight; to the share only where equal weights keep to it: a share of a quarter, from five members on."""
     given = sorted(weight for weight in weights if weight > 0)
     if not given:
         return list(weights)
     cap = limits.max_weight_ratio * statistics.median(given)
     share = limits.max_weight_share
     if len(given) * share > 1.0:
-        rest, num_above = [min(weight, cap) for weight in given], 0
+        rest = [min(weight, cap) for weight in given]
+        num_above = 0
         while rest[-1] > (of_share := share * math.fsum(rest) / (1.0 - num_above * share)):
             rest, num_above = rest[:-1], num_above + 1
         cap = min(cap, of_share)  # exactly this share of all, if larger weights are cut down to it
@@ -84,7 +85,7 @@ def outsized(
     the median weight the bound is raised by that factor; such values weigh less.
 
     Args:
-        norms: of each member's values; infinite for those that are not finite, 0 for those that have not come.
+        norms: norm of each member's values: infinite if they are not finite, 0 if they have not come.
         at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
@@ -92,7 +93,7 @@ def outsized(
         return set()
     usual = max(usual_norm(norms, weights), at_least)
     usual_weight = statistics.median(weights[rank] for rank in ranks)
-    if usual == math.inf:  # most have nothing to compare with
+    if usual == math.inf:  # most values are not finite: there is nothing to compare with
         return set()
 
     def allowed(rank: int) -> float:
@@ -103,5 +104,10 @@ def outsized(
 
 
 def joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
-    """The norms over several spans."""
+    """Each member's norm over several spans.
+
+    Args:
+        told: for each span, the norms by rank.
+        of: indices of the spans to join.
+    """
     return [math.hypot(*(told[number][rank] for number in of)) for rank in range(len(told[0]) if told else 0)]

@@ -1,21 +1,22 @@
 """One member's part in a round, from the formed group to the verdict, as a state machine. Pure.
 
-How long it waits for whom is in :mod:`.times`.
+:mod:`.times` says how long a member waits for whom.
 
 A round is one or more *exchanges*: an all-reduce of the whole vector (:mod:`manyhands.averaging.allreduce.butterfly`),
 after which each member votes on what it holds. Each member asks the leader once how the round goes on, and the leader
-answers as soon as it has news for it. Events come in with :meth:`Round.on`, actions come out:
+answers as soon as it has news for that member. Events come in with :meth:`Round.on`, actions come out:
 
 ===================  =============================================  ==========  ========================================
 state                event                                          next        actions
 ===================  =============================================  ==========  ========================================
-exchanging           the own exchange is over                       voted       vote; the leader counts its own vote
+exchanging           this member's own exchange is over             voted       vote; the leader counts its own vote
 exchanging, voted    told: again, with this member                  exchanging  exchange again
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
 in doubt                                                                        gets them as one that missed a step does
 exchanging, voted    told: members are lost                         the same    do not wait for their streams
 voted                the leader says nothing for ``ANSWER_S``       voted       ask it whether it is in the round
-exchanging, voted    the leader is lost, or says what it must not   in doubt    stop; ask all others how it ended
+exchanging, voted    the leader is lost, breaks the protocol, or    in doubt    stop; ask all others how it ended
+                     gives no verdict in time
 in doubt             none of them knows it, or the time is over     over        abort, for this member alone
 ===================  =============================================  ==========  ========================================
 
@@ -24,13 +25,30 @@ The leader of the group is a member like the others, and also counts the votes (
 ===================  =============================================  ==========  ========================================
 the leader, until    a vote, or a member is lost                    by count    decide; tell those that ask
 it has decided       others have voted: a member that has not, and  the same    ask it whether it is in the round
-                     is accused, or says nothing for that time
+                     is accused, or says nothing for ``ANSWER_S``
                      only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
                      this process stood still for                   by count    the same: the others may have left
                      ``TWO_ANSWERS_S``
 ===================  =============================================  ==========  ========================================
+
+The driver (:class:`.driver.RoundDriver`) raises the events:
+
+====================  ================================================================================================
+event                 raised by
+====================  ================================================================================================
+:class:`Exchanged`    the end of this member's :class:`.exchange.Exchange`
+:class:`Voted`        a ``VOTE`` call of another member, to the leader
+:class:`Told`         the answer to an ``ASK_VERDICT`` call: to the leader, or in doubt to any other member
+:class:`Lost`         to the leader: a broken connection; to any member: an ``ASK_IN_ROUND`` call that failed or whose
+                      answer is no, or calls to the leader that failed
+:class:`NobodyKnows`  the end of the ``ASK_VERDICT`` calls of a member in doubt, or of the time for them
+:class:`TimeOver`     a timer, which starts at the end of this member's exchange
+:class:`GaveUp`       ``RoundDriver.run``, when it is cancelled or fails; ``Answers.close``, when this peer leaves;
+                      :meth:`Round.on` itself, for a leader whose process stood still
+:class:`Looked`       a timer, every ``LOOK_S``
+====================  ================================================================================================
 
 Only the leader decides. A member that aborts in doubt while others committed is behind: the lineage in the progress
 records shows this, and the member follows the others. It never passes on what it assumed in doubt.
@@ -53,7 +71,7 @@ from manyhands.rpc.frames import readable
 
 
 class State(enum.Enum):
-    """Of one member's round."""
+    """The states of one member's round."""
 
     EXCHANGING = "exchanging"
     VOTED = "voted"
@@ -97,7 +115,7 @@ class Told:
 
 @dataclass(frozen=True)
 class NobodyKnows:
-    """In doubt: all others were asked in vain, or the time for it is over."""
+    """In doubt: all others were asked in vain, or the time for their answers is over."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ Event: TypeAlias = Exchanged | Voted | Lost | Told | NobodyKnows | TimeOver | Ga
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """Average the values of these members; ends an exchange that still goes on."""
+    """Average the values of these members, after ending an exchange that still goes on."""
 
     number: int
     members: tuple[int, ...]
@@ -185,9 +203,9 @@ class Round:
         exchange: the number of the exchange that this member is in.
         members: ranks that take part in it.
         voters: ranks whose votes count.
-        count: of the votes, if this member leads; else None.
-        verdict: what the leader decided, for others that ask; None as long as this member does not know it.
-        lost: members that the leader has lost, as this one knows.
+        count: the count of the votes, if this member leads; else None.
+        verdict: the leader's decision, for others that ask; None as long as this member does not know it.
+        lost: ranks of the members that, as the leader has said, are lost.
     """
 
     def __init__(
@@ -228,7 +246,8 @@ class Round:
         """
         if self.state is State.OVER:
             return []
-        stood_still_s, self._last_event_at = now - self._last_event_at, now
+        stood_still_s = now - self._last_event_at
+        self._last_event_at = now
         if self.count is not None and has_left(stood_still_s):
             event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
@@ -250,7 +269,7 @@ class Round:
                 return self._counted(event, now)
 
     def answer(self, rank: int, query: VerdictQuery) -> Verdict | None:
-        """What to tell a member that asks how the round goes on; None while there is no news for it."""
+        """The answer to a member that asks how the round goes on; None while there is no news for it."""
         if self.verdict is not None:
             return self.verdict
         if self.count is None:
@@ -268,7 +287,9 @@ class Round:
     def _exchanged(self, vote: Vote, now: float) -> list[Action]:
         if self.state is not State.EXCHANGING or vote.exchange != self.exchange:
             return []
-        self.state, self._reason, self._vote = State.VOTED, vote.reason, vote
+        self.state = State.VOTED
+        self._reason = vote.reason
+        self._vote = vote
         if self.count is not None:
             return self._counted(Voted(self.rank, vote), now)
         self._times.begin(now)
@@ -276,7 +297,7 @@ class Round:
 
     def _told(self, rank: int, verdict: Verdict) -> list[Action]:
         if self.count is not None:
-            return []  # nobody tells the leader
+            return []  # the leader alone decides
         if flaw := self._flaw(verdict):
             return self._doubt(flaw) if rank == self.leader else []
         verdict.reason = readable(verdict.reason)
@@ -293,7 +314,7 @@ class Round:
         return [Forget(new)] if new else []
 
     def _flaw(self, verdict: Verdict) -> str:
-        """Why the leader cannot have decided that; empty if it can."""
+        """Why a leader that keeps to the rules cannot have decided this; empty if it can."""
         manifest, again = verdict.manifest, verdict.again
         if manifest is not None:
             parts, vote = manifest.parts, self._vote
@@ -328,9 +349,11 @@ class Round:
         return [Finish(Verdict(True, None, reason, [self.group.leader]))]
 
     def _exchange_again(self, again: Again) -> list[Action]:
-        self.exchange, self.members, self._reason = again.exchange, frozenset(again.members), ""
+        self.exchange = again.exchange
+        self.members = frozenset(again.members)
+        self._reason = ""
         self._times = VoteTimes()
-        if self.rank not in again.members:  # the leader, which goes on counting
+        if self.rank not in again.members:  # only the leader can be here: it goes on counting
             self.state = State.VOTED
             return [StopExchange()]
         self.state = State.EXCHANGING
@@ -373,14 +396,14 @@ class Round:
     # both
 
     def _looked(self, now: float) -> list[Action]:
-        """Ask whoever is waited for whether it is still there."""
+        """Ask the members that are waited for whether they are still there; the leader gives up those that stall."""
         if self.count is None:
             return self._ask([self.leader], (), now) if self.state is State.VOTED else []
         if not self.count.votes:
             return []
         stalled = self.count.only_stalled()
         given_up = stalled if self._times.have_stalled(stalled, now) else stalled & self._hurried
-        for rank in given_up:  # perhaps this leader
+        for rank in given_up:  # this leader may be one of them
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
         if given_up:
             return self._decide()

@@ -1,4 +1,4 @@
-"""How long a round waits for whom, from the formed group to the verdict: all its rules on time. Pure.
+"""How long members of a round wait for whom, from the formed group to the verdict. Pure.
 
 In an exchange (:class:`Stragglers`):
 
@@ -20,7 +20,8 @@ is last     it is hurried, and for ``TWO_ANSWERS_S`` nobody else       given up
 ==========  =========================================================  =================================================
 
 A partner that answers is waited for until one of the last three rows applies: on a slow line it may be silent for long.
-Its pace counts only the time in which the reducer waited for it.
+Its pace counts only the time in which the reducer waited for it. A *hurried* member is a guest for which nobody waits
+long (:meth:`manyhands.averaging.roster.Roster.is_hurried`).
 
 For the votes (:class:`VoteTimes`):
 
@@ -61,13 +62,13 @@ from manyhands.averaging.timing import (
 PACE_KNOWN_SHARE = 0.5
 """After this share of a round's time the pace of a member that owes values is known."""
 OVERDUE_SHARE = 0.65
-"""After this share, reducers that waited for a member that was too slow have gone on."""
+"""After this share of a round's time, all reducers have gone on without the members that were too slow."""
 MARGIN = 1.5
-"""How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
+"""A reducer may take this factor longer than another one, in proportion to the sizes of their spans."""
 ROUND_TRIPS = 4
-"""So many has a hurried member to open its stream."""
+"""A hurried member has the time of this many round trips to open its stream."""
 QUEUED_BYTES = 16 * 1024
-"""Bytes of a round that may be queued before an answer."""
+"""Bytes of values and means that may wait on the line before an answer."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class RoundTimes:
     """The limits of one member's round. All instants are loop times.
 
     Attributes:
-        rank: of this member.
+        rank: rank of this member.
         deadline: when this peer's time for the round is over.
-        ends_at: the same of the whole group, if that is earlier: by it members are judged to be too slow.
+        ends_at: when the leader's time for it is over, if that is earlier; a member must send its values by then.
         hurried: ranks of members for which nobody waits long, see
             :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
     """
@@ -92,17 +93,17 @@ class RoundTimes:
     # of an exchange
 
     def left_s(self, now: float) -> float:
-        """For an exchange, or for the votes after it."""
+        """Limit of an exchange, and of the wait for the votes after it."""
         return max(self.deadline - now, MOMENT_S)
 
     def stream_s(self, rank: int, rtt_s: float) -> float:
-        """For the stream to a partner, from the begin of the exchange."""
+        """Limit for the stream to a partner to open, from the beginning of the exchange."""
         if rank not in self.hurried:
             return self.config.stream_timeout_s
         return min(max(ROUND_TRIPS * rtt_s, LOOK_S), ANSWER_S)
 
     def late_s(self, now: float) -> float:
-        """For bytes that are sent already, and for this member to finish after the others have committed."""
+        """Limit for sent bytes to arrive, and for this member to finish after the others have committed."""
         return max(self.deadline - now, self.config.stream_timeout_s)
 
     def was_moving(self, last_received: float, now: float) -> bool:
@@ -112,29 +113,29 @@ class RoundTimes:
     # of calls
 
     def answer_s(self, rank: int, bytes_per_s: float = 0.0) -> float:
-        """For an answer of a member, by the lowest known rate: that of its bytes, or the bandwidth of one of both."""
+        """Limit of a member's answer, by the lowest known rate: ``bytes_per_s``, or the bandwidth of either side."""
         members = self.group.members
         rates = bytes_per_s, members[self.rank].bandwidth, members[rank].bandwidth
         slowest = min((rate for rate in rates if rate), default=math.inf)
         return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
 
     def vote_s(self, now: float) -> float:
-        """For the call that brings a vote to the leader."""
+        """Limit of the call that brings a vote to the leader."""
         return self.left_s(now) + ANSWER_S
 
     @property
     def verdict_s(self) -> float:
-        """For the verdict, of a member that has voted: the leader may have begun later."""
+        """Limit of a member's wait for the verdict after its vote: the leader may have begun later."""
         return self.config.averaging_timeout_s + LATE_ANSWER_S
 
     @property
     def question_s(self) -> float:
-        """For the question to the leader how the round goes on: an exchange, then the wait for the verdict."""
+        """Limit of the question to the leader how the round goes on: an exchange, then the wait for the verdict."""
         return self.config.averaging_timeout_s + self.verdict_s
 
     @property
     def in_doubt_s(self) -> float:
-        """For the others' answers, once the leader is lost."""
+        """Limit of the wait for the other members' answers, once the leader is lost."""
         return self.config.in_doubt_timeout_s
 
 
@@ -151,7 +152,7 @@ class Seen:
     """The stream of a partner at one look.
 
     Attributes:
-        owed: what is waited for; None if nothing is, also while there is no room for it.
+        owed: what this member waits for; None if nothing is due, or this member has no room for it.
         received: bytes that came in this exchange.
         last_received: when the last of them came, or the stream was opened.
     """
@@ -181,22 +182,22 @@ Action: TypeAlias = Ask | GiveUp
 
 @dataclass
 class _Partner:
-    """What is remembered of one partner from look to look."""
+    """The record of one partner, which lasts from look to look."""
 
     owed: Wanted | None = None
     owed_since: float = math.inf
-    waited_s: float = 0.0  # for its values, in all
-    last_since: float | None = None  # nobody else owes what it owes
+    waited_s: float = 0.0  # seconds that this member waited for its values
+    last_since: float | None = None  # since when nobody else owes what it owes
     asked_at: float = -math.inf
-    asked_received: int | None = None  # when it was asked; None if no stream was open
-    is_asked: bool = False  # and has not answered yet
+    asked_received: int | None = None  # bytes that had come when it was asked; None without a stream
+    is_asked: bool = False  # it was asked, and has not answered yet
 
 
 class Stragglers:
-    """The partners of one exchange for which it still waits.
+    """Judges the partners that one member still waits for in an exchange.
 
     Args:
-        num_bytes: by partner, approximately what it sends in all.
+        num_bytes: by rank of each partner, about how many bytes that one sends in all.
         span_bytes: by rank of each reducer, the size of its span.
         began: when the exchange began.
     """
@@ -223,10 +224,10 @@ class Stragglers:
         """Judge all partners; call it every ``LOOK_S``.
 
         Args:
-            seen: those whose streams are open.
-            answers: of those that were asked: why one is gone, or empty if it is in the round.
-            over: those with which all was exchanged, or that are lost.
-            awaited: those that must open their stream, and can be asked about it.
+            seen: the partners whose streams are open.
+            answers: for partners that were asked: why the partner is gone, or empty if it is in the round.
+            over: partners with which all was exchanged, or that are lost.
+            awaited: partners that must open their stream, and can be asked about it.
             has_reduced: whether this member has averaged its own span.
         """
         passed_s, self._looked_at = now - self._looked_at, now
@@ -265,13 +266,15 @@ class Stragglers:
 
     def _ask(self, rank: int, received: int | None, now: float) -> Ask:
         partner = self._partners[rank]
-        partner.is_asked, partner.asked_at, partner.asked_received = True, now, received
+        partner.is_asked = True
+        partner.asked_at = now
+        partner.asked_received = received
         return Ask(rank)
 
     def _fault(
         self, rank: int, seen: Mapping[int, Seen], over: Collection[int], silent_s: float, has_reduced: bool, now: float
     ) -> str:
-        """Why a partner that owes something is not waited for any more; empty if it is."""
+        """Why a partner that owes something is given up; empty if it is not."""
         if self._is_last(rank, seen, over, now):
             return "holds up the others, after there was trouble"
         if seen[rank].owed is Wanted.VALUES:
@@ -295,8 +298,9 @@ class Stragglers:
         return now - partner.last_since >= TWO_ANSWERS_S
 
     def _too_slow(self, rank: int, received: int, now: float) -> str:
-        """How a partner misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
-        passed_s, waited_s = now - self._began, self._partners[rank].waited_s
+        """How a partner is too slow to send its values in time; empty if it is not, or its pace is not known yet."""
+        passed_s = now - self._began
+        waited_s = self._partners[rank].waited_s
         is_known = is_pace_known(passed_s, self._round_s) and passed_s >= TWO_ANSWERS_S
         if not is_known or waited_s < passed_s / 2:
             return ""
@@ -308,7 +312,7 @@ class Stragglers:
     def _is_overdue(self, rank: int, seen: Mapping[int, Seen], has_reduced: bool, now: float) -> bool:
         """Whether a reducer must have had all values for some time: another one has sent all its means.
 
-        This peer's own span shows that only if nobody else has one: the others may wait for the values of this peer.
+        This peer's own span shows that only if these two alone reduce: other reducers may wait for this peer's values.
         """
         passed_s = now - self._began
         if passed_s < OVERDUE_SHARE * self._round_s:
@@ -325,7 +329,7 @@ class Stragglers:
         )
 
     def _larger(self, rank: int, other: int) -> float:
-        """The size of a reducer's span beside that of another one."""
+        """The size of a reducer's span divided by that of another one."""
         return self._span_bytes[rank] / self._span_bytes[other]
 
     def _name(self, rank: int) -> str:
@@ -336,7 +340,7 @@ class Stragglers:
 
 
 class VoteTimes:
-    """The wait for the votes on one exchange, or of a member for its leader."""
+    """Times the leader's wait for the votes on one exchange, or a member's wait for its leader."""
 
     def __init__(self) -> None:
         self._since = math.inf

@@ -1,1 +1,1 @@
-"""A state that peers hand to each other: its bytes in chunks, its transfer from many donors."""
+"""The state that a newcomer gets from others: its bytes in chunks, and its download from many donors."""

@@ -6,7 +6,7 @@ An *ancestry* is a string of bytes: the beginnings of the lineages after the fir
 from __future__ import annotations
 
 DIGEST_BYTES = 8
-"""Of each lineage: two branches of one run are told apart, whoever chose them."""
+"""Bytes that are kept of each lineage: enough to tell the branches of one run apart."""
 MAX_STEPS = 4096
 MAX_ANCESTRY_BYTES = DIGEST_BYTES * MAX_STEPS
 
@@ -20,18 +20,18 @@ def extended(ancestry: bytes, lineage: bytes) -> bytes:
 
 
 def root_of(ancestry: bytes) -> bytes:
-    """What tells two beginnings of one run apart; empty before the first step, or if unknown."""
+    """The entry that tells two beginnings of one run apart; empty before the first step, or if unknown."""
     return ancestry[:DIGEST_BYTES]
 
 
 def descends_from(ancestry: bytes, step: int, earlier: int, root: bytes, lineage: bytes) -> bool:
     """Whether a state goes on from an earlier one of the run.
 
-    Of a state from before the last ``MAX_STEPS`` steps only the beginning of the run is compared.
+    If the earlier state is more than ``MAX_STEPS`` steps back, only the beginning of the run is compared.
 
     Args:
-        step: of the state with this ancestry.
-        earlier: the earlier step, with its ``root`` and its ``lineage``; empty if unknown.
+        step: step of the state with this ancestry.
+        earlier: step of the earlier state, with its ``root`` and its ``lineage``; these are empty if unknown.
     """
     if root_of(ancestry) != root:
         return False

@@ -1,8 +1,8 @@
-"""The state of a peer at one step: all that another one needs, as one block of bytes in chunks with digests.
+"""The state of a peer at one step: all that another peer needs to go on from there, in chunks with digests.
 
-The tensors lie in the block in the order of the header, each at a multiple of ``LINE_BYTES``, with zeros between them.
-The block is cut into chunks of ``CHUNK_BYTES``, which can be downloaded from different peers and checked one by one
-(docs/explanation/state.md).
+The tensors lie in one block of bytes in the order of the header, each at a multiple of ``LINE_BYTES``, with zeros
+between them. The block is cut into chunks of ``CHUNK_BYTES``, which can be downloaded from different peers and checked
+one by one (docs/explanation/state.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES_OF_STATES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-"""Of tensors that can be sent to a newcomer."""
+"""The dtypes of tensors that can be sent to a newcomer."""
 
 DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES_OF_STATES}
 
@@ -57,10 +57,10 @@ class StateHeader(msgspec.Struct, frozen=True):
             ``parameter.statistic``, then those of an inner optimizer, named ``parameter.inner.statistic``.
         scalars: msgpack of :class:`manyhands.optim.state.state.Scalars`.
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
-        origin: the step that led there; None if unknown, as after a checkpoint was loaded.
-        ancestry: the steps that led there; see :mod:`manyhands.averaging.state.ancestry`.
-        roster: of the run there; empty before the first step, and for an Averager.
-        seal: the lineage follows from it and the roster; see :mod:`manyhands.averaging.roster`.
+        origin: the step that led to the position; None if unknown, as after a checkpoint was loaded.
+        ancestry: all steps that led to the position; see :mod:`manyhands.averaging.state.ancestry`.
+        roster: the run's roster at the position; empty before the first step, and for an Averager.
+        seal: digest from which, with the roster, the lineage is computed; see :mod:`manyhands.averaging.roster`.
     """
 
     position: Position
@@ -76,13 +76,13 @@ class StateHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class State:
-    """A state in memory of its own.
+    """A state, in memory that nothing else uses.
 
     Attributes:
         content: all bytes of the tensors, of shape [bytes]; see :func:`offsets_of`.
         digests: BLAKE3 of each chunk; empty while they are not known.
         donors: the peers that sent it, the one that described it first.
-        num_bytes: received for it.
+        num_bytes: bytes that were received to load it.
     """
 
     header: StateHeader
@@ -140,7 +140,7 @@ def sealed(state: State) -> State:
 
 
 def with_digests(state: State, digests: Sequence[bytes]) -> State:
-    """The same state with the given digests of its chunks, and the digest of all that is independent of its source."""
+    """The same state with these digests of its chunks, and a digest of all in it that does not depend on the donor."""
     root = blake3(msgspec.msgpack.encode([state.header.tensors, state.header.scalars, list(digests)])).digest()
     return replace(state, header=msgspec.structs.replace(state.header, digest=root), digests=tuple(digests))
 

@@ -2,8 +2,8 @@
 
 Each donor announces the digests of its chunks first. The newcomer takes the state that has the most in common with
 those of the other donors, and asks each donor for the chunks that it holds of that state: a fast donor sends more of
-them. A chunk counts once its bytes match its digest, so nothing is lost with a donor. If no donor is left that holds a
-missing chunk, the download fails, and its caller tries again.
+them. A chunk counts once its bytes match its digest, so a donor may leave and its chunks stay. If no donor is left that
+holds a missing chunk, the download fails, and its caller tries again.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ MAX_STEPS_AHEAD = 64
 """How many steps a state may be ahead of the requested position: a run goes on while records and requests travel."""
 
 MAX_SOURCES = 4
-"""Donors that are asked at a time, and as many again while nothing comes."""
+"""Donors that are asked at a time; up to twice as many while nothing comes."""
 CHUNKS_OF_ONE = 4
-"""A state of at most so many chunks is asked of one donor, as long as that one sends."""
+"""A state of at most this many chunks is downloaded from one donor, as long as that one sends."""
 WANTED_AHEAD = 3
-"""Chunks that a donor is asked for before the first of them is there."""
+"""Chunks that a donor is asked for at a time, before the first of them has come."""
 FULL = "full"
 
 
@@ -75,8 +75,8 @@ class _Source:
     """A donor that has announced its state.
 
     Attributes:
-        digests: of all its chunks.
-        asked: chunks that it was asked for and has not sent, in order.
+        digests: the digests of all its chunks.
+        asked: chunks that the donor was asked for and has not sent, in order.
     """
 
     stream: Stream
@@ -85,11 +85,11 @@ class _Source:
     asked: list[int] = field(default_factory=list)
 
     def holds(self, index: int, state: State) -> bool:
-        """Whether one chunk of a state is here too."""
+        """Whether the donor holds one chunk of a state."""
         return index < len(self.digests) and self.digests[index] == state.digests[index]
 
     def num_equal(self, other: _Source) -> int:
-        """Chunks that two states of one description have in common."""
+        """The number of chunks that two donors have in common; 0 if their headers describe different states."""
         if _content_of(self.header) != _content_of(other.header):
             return 0
         return sum(one == another for one, another in zip(self.digests, other.digests, strict=True))
@@ -103,13 +103,13 @@ class Download:
         donors: peers to ask, the best ones first.
         wanted: states of earlier steps are refused.
         check: raises ValueError if a state does not fit; called before a byte of its tensors is received.
-        least_bytes: about; a large state is asked of several donors from the begin.
+        least_bytes: about its size, or less; a large state is downloaded from several donors from the beginning.
         held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
         num_tensors: download no more than the first tensors; the others, and the digest, are left out.
         on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk, and what
             it was.
         on_header: called with each donor that sent a description that fits, and that description.
-        kind: of the streams, as of the donors' servers.
+        kind: kind of the streams, the same as that of the donors' servers.
     """
 
     endpoint: Endpoint
@@ -136,13 +136,13 @@ class Download:
         self._ballot_until = math.inf  # loop time
         self._state: State | None = None  # the chosen one
         self._missing: set[int] = set()
-        self._free: list[int] = []  # chunks that nobody was asked for, and perhaps some that are here
+        self._free: list[int] = []  # chunks to ask for; some may have come meanwhile
         self._num_sent: Counter[PeerId] = Counter()  # chunks of each donor
-        self._headers: dict[PeerId, StateHeader] = {}  # of the donors that hold this very state and sent some of it
+        self._headers: dict[PeerId, StateHeader] = {}  # of donors that hold exactly this state and sent some of it
         self._num_bytes = 0
 
     async def run(self) -> State:
-        """Returns the state.
+        """Download the state.
 
         Raises:
             Unavailable: no donor could send it, or none of those that are left holds all of the chosen one; names each
@@ -177,8 +177,9 @@ class Download:
         return with_digests(state, state.digests)
 
     def _ask_more(self) -> None:
-        """Begin with further donors, if fewer than needed are asked, or none sends anything."""
-        now, received = self._loop.time(), sum(source.stream.bytes_received for source in self._sources)
+        """Ask further donors, if fewer than needed are asked, or none of them sends anything."""
+        now = self._loop.time()
+        received = sum(source.stream.bytes_received for source in self._sources)
         if received != self._moved[0]:
             self._moved = (received, now)
         num_needed = MAX_SOURCES if num_chunks_of(self.least_bytes) > CHUNKS_OF_ONE else 1
@@ -191,7 +192,7 @@ class Download:
             self._drawing[donor].add_done_callback(lambda _: self._tell())
 
     def _tell(self) -> None:
-        """Wake all that wait for a donor's announcement or end, the choice, or the last chunk."""
+        """Wake all that wait: a donor has announced its state or ended, or the state was chosen."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -232,7 +233,7 @@ class Download:
     # one donor
 
     async def _draw_from(self, donor: PeerId) -> None:
-        """Take chunks from one donor; again while it is busy with others, or sent some before its connection broke."""
+        """Download from one donor; again while it serves too many others, or if its connection broke after a chunk."""
         full_until = self._loop.time() + RECORD_S
         while True:
             before = self._num_sent[donor]
@@ -254,7 +255,7 @@ class Download:
             lambda left_s: self.endpoint.open_bulk(donor, self.kind, request, left_s, size_bytes=self.least_bytes),
         )
         try:
-            # the donor copies its state and hashes it before
+            # the donor copies and hashes its state before it answers
             async with time_limit(RECORD_S, f"waiting for the header of the state of peer {donor}"):
                 header = await receive_header(stream)
                 check_header(donor, header, self.wanted, self.check)
@@ -289,7 +290,7 @@ class Download:
                         phase=f"for the next {MIN_STALL_BYTES} bytes of the state of peer {donor}",
                     )
                 elif any(source.holds(index, state) for index in self._missing):
-                    await self._news.wait()  # others were asked for these, twice
+                    await self._news.wait()  # two others were asked for each of these
                 else:
                     raise Refused(donor, "differs", "its state differs from the one that is being downloaded")
         finally:
@@ -298,7 +299,10 @@ class Download:
             self._tell()
 
     def _next_chunks(self, source: _Source, state: State) -> list[int]:
-        """Chunks to ask for that nobody was asked for; at the end, one that another donor has not sent yet."""
+        """Choose the chunks to ask a donor for: some that no other donor was asked for.
+
+        If there are none, it is one that another donor was asked for, and has not sent yet.
+        """
         fitting = (index for index in self._free if index in self._missing and source.holds(index, state))
         wanted = list(itertools.islice(fitting, WANTED_AHEAD - len(source.asked)))
         for index in wanted:
@@ -331,7 +335,7 @@ class Download:
 
 
 def _place(chunk: memoryview, place: memoryview, digest: bytes | None = None) -> bool:
-    """Copy a chunk to its place, unless its digest is another."""
+    """Copy a chunk to its place, unless its digest is wrong; returns whether it was copied."""
     if digest is not None and digest_of_chunk(chunk) != digest:
         return False
     place[:] = chunk
@@ -339,12 +343,12 @@ def _place(chunk: memoryview, place: memoryview, digest: bytes | None = None) ->
 
 
 def _content_of(header: StateHeader) -> StateHeader:
-    """What must be equal on donors that hold the same state."""
+    """The part of a header that is equal on all donors of the same state."""
     return msgspec.structs.replace(header, digest=b"", origin=None)
 
 
 async def receive_header(stream: Stream) -> StateHeader:
-    """Receive what a donor sends first."""
+    """Receive the header, which a donor sends first; raises ``Refused`` if it sends none."""
     answer = await receive_framed(stream.receive_into, stream.remote, StateAnswer, MAX_HEADER_BYTES, "its state")
     if answer.header is None:
         raise Refused(stream.remote, FULL if answer.is_full else "no_state", readable(answer.reason))
@@ -353,7 +357,8 @@ async def receive_header(stream: Stream) -> StateHeader:
 
 async def _receive_digests(stream: Stream, header: StateHeader) -> list[bytes]:
     num_chunks = num_chunks_of(offsets_of(header.tensors)[1])
-    frame, announced = bytearray(FRAME.size), bytearray(num_chunks * DIGEST_BYTES)
+    frame = bytearray(FRAME.size)
+    announced = bytearray(num_chunks * DIGEST_BYTES)
     await stream.receive_into(memoryview(frame))
     if (found := FRAME.unpack(frame)) != (DIGESTS, num_chunks):
         raise ProtocolViolation(stream.remote, f"sent frame {found[0]} with number {found[1]} in place of digests")
@@ -362,7 +367,7 @@ async def _receive_digests(stream: Stream, header: StateHeader) -> list[bytes]:
 
 
 def check_header(donor: PeerId, header: StateHeader, wanted: Position, check: Callable[[StateHeader], None]) -> None:
-    """Refuse a state that does not fit before receiving its tensors."""
+    """Check a header before the tensors are received; raises ``PeerError`` if the state does not fit."""
     if header.position.step < wanted.step:
         raise Refused(donor, "behind", f"its state is of step {header.position.step}, the run is at {wanted.step}")
     if header.position.step > wanted.step + MAX_STEPS_AHEAD:

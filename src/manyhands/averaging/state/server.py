@@ -1,8 +1,8 @@
 """Hands the state of a run out to newcomers, in the chunks that they ask for.
 
 A newcomer opens a bulk stream with a :class:`StateRequest`. The donor answers with a :class:`StateAnswer`, and then
-with frames: a :data:`FRAME` header, and behind it first the digests of all chunks, then one chunk each. The newcomer
-sends the index of each chunk that it wants, as :data:`INDEX`, and closes the stream when it has enough.
+with frames, each behind a :data:`FRAME` header: the first has the digests of all chunks, each later one has one chunk.
+The newcomer sends the index of each chunk that it wants, as :data:`INDEX`, and closes the stream when it has enough.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ STREAM_KIND = "state/2"
 MIN_STALL_BYTES = 1 << 18
 """A transfer that moves fewer bytes in ``STALL_S`` is given up, so the size bounds its time."""
 MAX_DOWNLOADS = 16
-"""Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
+"""Limit of simultaneous downloads from this peer, one by each newcomer. Others must ask another donor, or ask again."""
 MIN_BYTES_PER_S = 32_000
-"""Both ends give up a transfer that is slower than this on the whole."""
+"""Both ends give up a transfer whose mean rate is lower."""
 
 INDEX = struct.Struct(">I")
 FRAME = struct.Struct(">BI")
@@ -52,8 +52,8 @@ class StateRequest(msgspec.Struct):
     """Opens the stream: asks for a run's current state.
 
     Attributes:
-        is_late: the peer's last downloaded state was out of date on arrival.
-        is_onlooker: the peer will not train from the state, as an evaluator.
+        is_late: whether the last state that the peer downloaded was out of date on arrival.
+        is_onlooker: whether the peer will not train from the state, such as an evaluator.
     """
 
     run_id: str
@@ -65,7 +65,7 @@ class StateAnswer(msgspec.Struct):
     """Sent first, prefixed by its length. Without a header nothing follows, and ``reason`` says why.
 
     Attributes:
-        is_full: without a header, as this peer serves many others now; asking again later may help.
+        is_full: whether there is no header because too many peers are served now; asking again later may help.
     """
 
     header: StateHeader | None = None
@@ -81,7 +81,7 @@ class StateServer:
 
     Args:
         capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
-        kind: of the streams; a peer has one server for each.
+        kind: kind of the streams; a peer has one server for each kind.
 
     Attributes:
         state_bytes: size of the tensors of the last state that was copied.
@@ -101,10 +101,10 @@ class StateServer:
         self._capture = capture
         self._position = position
         self.state_bytes = 0
-        self._copy: weakref.ref[State] | None = None  # lives as long as a peer downloads it
+        self._copy: weakref.ref[State] | None = None  # is freed when no peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
-        self._following: list[tuple[PeerId, bool]] = []  # with whether they are late
+        self._following: list[tuple[PeerId, bool]] = []  # peers that download, and whether they are late
         self._ended_at: dict[tuple[PeerId, bool], float] = {}  # loop times
         self._kind = kind
         endpoint.accept_bulk(kind, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
@@ -140,7 +140,7 @@ class StateServer:
         if request.run_id != self._run_id:
             answer = StateAnswer(reason=f"this peer trains {self._run_id!r}")
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
-            answer = StateAnswer(reason="it hands the state out as often as it can already", is_full=True)
+            answer = StateAnswer(reason="it already hands the state out to as many peers as it can", is_full=True)
         else:
             self._serving.add(remote)
             try:
@@ -148,7 +148,7 @@ class StateServer:
                     state = await self._current()
                     async with time_limit(longest_s(state.header), f"handing the state out to peer {remote}"):
                         await _serve(stream, state)
-            except ConfigError as error:  # a user has resized a tensor, say
+            except ConfigError as error:  # such as: the user has resized a tensor
                 logger.warning("This peer cannot hand its state out: %s", error)
                 answer = StateAnswer(reason=str(error))
             finally:
@@ -191,7 +191,7 @@ async def _serve(stream: Stream, state: State) -> None:
 
 
 def longest_s(header: StateHeader) -> float:
-    """Time limit of a transfer, at both ends."""
+    """Time limit of a transfer in seconds, at both ends."""
     return STALL_S + offsets_of(header.tensors)[1] / MIN_BYTES_PER_S
 
 
@@ -207,9 +207,9 @@ async def receive_framed(
     """Receive what :func:`framed` made.
 
     Args:
-        what: was asked for, for the error.
+        what: names what was asked for, in errors.
     Raises:
-        ProtocolViolation: it is longer than ``max_bytes``, or cannot be read.
+        ProtocolViolation: the answer is longer than ``max_bytes``, or cannot be read.
     """
     prefix = bytearray(4)
     await receive_into(memoryview(prefix))
@@ -225,7 +225,7 @@ async def receive_framed(
 
 
 async def send_moving(stream: Stream, *buffers: bytes | memoryview) -> None:
-    """Send as long as the other end takes something."""
+    """Send for as long as the other end takes enough of it; see :data:`MIN_STALL_BYTES`."""
     phase = f"for peer {stream.remote} to take the next {MIN_STALL_BYTES} bytes of the state"
     await while_moving(
         stream.send(*buffers),

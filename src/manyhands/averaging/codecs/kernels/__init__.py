@@ -1,8 +1,10 @@
-"""Kernels of the codecs that Numba compiles, where there is a Numba; torch does the same without, more slowly.
+"""Kernels of the codecs, compiled by Numba; without Numba torch does the same work, more slowly.
 
-:func:`prepare` compiles or loads them before they are needed: some seconds once for an installation, then 0.9 s of
-CPU, nearly all of which Numba takes for itself: 0.3 s to be imported, 0.5 s to register what it knows of NumPy.
-They write the same bits as torch does, so it does not matter which peers have them, nor from when on.
+:func:`prepare` compiles or loads the kernels before they are needed. Compiling takes some seconds, once for an
+installation. Loading takes 0.9 s of CPU in each process, nearly all of it for Numba itself: 0.3 s to import it, 0.5 s
+in which it registers its NumPy functions.
+
+Kernels give the same bits as torch, so peers with and without them can average together.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ _modules: dict[str, ModuleType | None] = {}
 
 
 def prepare(numel: int, codec: str) -> None:
-    """Compile or load the kernels for vectors of ``numel`` values, unless there is nothing to gain; in any thread.
+    """Compile or load the kernels for vectors of ``numel`` values, if they will be used. Any thread may call it.
 
     Args:
-        codec: the one that is wanted; one without kernels does without the compiler, which takes about 40 MB.
+        codec: the setting. For a codec without kernels Numba is not imported, which saves about 40 MB.
     """
     if _modules or numel < MIN_NUMEL or codec not in (*CODECS, AUTO):
         return
     began = time.monotonic()
     loaded = {codec: _load(codec) for codec in CODECS}
     seconds = time.monotonic() - began
-    level = logging.INFO if seconds > LOG_S else logging.DEBUG  # a person has wondered why
+    level = logging.INFO if seconds > LOG_S else logging.DEBUG  # a user has wondered what takes so long
     logger.log(level, "compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
     _modules.update(loaded)
 
@@ -49,14 +51,14 @@ def _load(codec: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"{__name__}.{codec}")
     except ImportError as error:
-        logger.debug("torch does without compiled kernels: %s", error)
-    except Exception as error:  # noqa: BLE001 (whatever a compiler has against this machine, torch can do the work)
+        logger.debug("no compiled kernels, so torch does their work: %s", error)
+    except Exception as error:  # noqa: BLE001 (whatever fails in the compiler, torch can do the work)
         logger.warning("the kernels of %s cannot be compiled here, so torch does their work: %s", codec, error)
     return None
 
 
 def kernel(codec: str, name: str, values_N: torch.Tensor, encoded: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for these values, if there is one: they are float32, on the CPU, and at addresses for it."""
+    """A codec's kernel for these values. None if none is loaded, or they are not aligned float32 on the CPU."""
     loaded = _modules.get(codec)
     if loaded is None or values_N.dtype != torch.float32:
         return None

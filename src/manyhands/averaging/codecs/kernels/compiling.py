@@ -1,4 +1,4 @@
-"""How the kernels are compiled, and how they write what nobody reads soon.
+"""Compiles the kernels with Numba, and lets them write to memory past the processor's cache.
 
 Sources: Lam et al., Numba: a LLVM-based Python JIT compiler, LLVM-HPC 2015; LLVM Language Reference, "store" and its
 ``!nontemporal`` metadata.
@@ -24,24 +24,24 @@ AVERAGE = (
     "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1],"
     " float64[::1], int64)"
 )
-"""Signature of the functions that average."""
+"""Numba signature of the kernels that average."""
 
 LANES = 8
-"""Float32 that are written at once; a row that is written past the cache has a multiple of them."""
+"""Number of float32 in one write past the cache; rows that are written in that way have a multiple of it."""
 LANES_BYTES = 32
 
 
 def compiled(signature: str) -> Callable[[Function], Function]:
-    """Compile at once, or take what an earlier process compiled. It runs without Python's lock."""
+    """Compile a kernel now, or load what an earlier process compiled. The kernel runs without the GIL."""
     jit = numba.njit(signature, cache=True, nogil=True, error_model="numpy", boundscheck=False)
     return cast("Callable[[Function], Function]", jit)
 
 
 def part() -> Callable[[Function], Function]:
-    """For what is a part of the functions that call it.
+    """Inline a function into the kernels that call it.
 
-    Numba must see there that rows count from 0 up: else it allows for negative indices, and the processor gets one
-    value at a time instead of sixteen.
+    Numba then sees that the row numbers count from 0 up. Otherwise it allows for negative indices, and the processor
+    works on one value at a time instead of sixteen.
     """
     return cast("Callable[[Function], Function]", numba.njit(inline="always"))
 
@@ -60,7 +60,7 @@ def _moving(_typing: Any, _target: Any, _source: Any) -> Any:
 
 
 def _fence(_typing: Any) -> Any:
-    """Goes between such writes and whatever tells another thread of them: the processor may still hold them back."""
+    """Complete all writes past the cache, which the processor may hold back, before another thread is told of them."""
 
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -70,7 +70,7 @@ def _fence(_typing: Any) -> Any:
 
 
 def _adding(_typing: Any, total: Any, _value: Any) -> Any:
-    """Add to a sum in any order: the processor may then take many values at once, and the last bits may vary."""
+    """Add to a sum in any order, so that the processor may add many values at once; its last bits may vary."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fadd(*arguments, flags=("reassoc",))
@@ -85,10 +85,11 @@ add_in_any_order: Any = intrinsic(_adding)
 
 @part()
 def write_past_cache(values: Floats, start: int, source: Floats, source_start: int, numel: int) -> None:
-    """Copy what nobody reads soon to ``values``, from ``start`` on; ``numel`` is a multiple of ``LANES``.
+    """Copy ``numel`` values, which are not read again soon, to ``values[start:]``, past the processor's cache.
 
-    The processor then neither reads what lay there before, nor drops something else from its cache for it. The two
-    must not overlap; :func:`after_writes_past_cache` is due when all is written.
+    So the processor neither reads the former content of the target, nor drops other data from its cache. ``numel`` is
+    a multiple of ``LANES``; source and target must not overlap. After the last write, call
+    :func:`after_writes_past_cache`.
     """
     target, begin = values.ctypes.data + 4 * start, source.ctypes.data + 4 * source_start
     if target % LANES_BYTES == 0:

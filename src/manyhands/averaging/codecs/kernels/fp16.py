@@ -1,7 +1,7 @@
-"""What fp16 does to whole pieces. The same in every bit as what torch does to them.
+"""Compiled kernels of the fp16 codec, for whole pieces; the results are bit-identical to those of torch.
 
-Each function stops at the first piece that it leaves to torch: one with values that are not finite, or that may be
-after a multiplication.
+Each kernel stops at the first piece that it leaves to torch: one with values that are not finite, or that may overflow
+in a multiplication.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "3957f697a64c"
-"""As in the module for int8."""
+INLINED = "694ef2f00353"
+"""Digest of other files; see the module for int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
 PIECE_BYTES = SCALE_BYTES + 2 * PIECE_NUMEL
@@ -35,13 +35,13 @@ ROW_NUMEL = 256
 ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
 HIGHEST_EXPONENT = 111
-"""Of a scale with which no product can overflow."""
+"""The largest exponent of a scale with which no product can overflow."""
 HALF_INFINITY = np.uint16(0x7C00)
 HALF_BUT_SIGN = np.uint16(0x7FFF)
 
 
 def _has_float16() -> bool:
-    """Whether what Numba compiles for has instructions for it; without them the process would end."""
+    """Whether the processor that Numba compiles for has float16 instructions; without them the process would end."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     is_host = getattr(config, "CPU_NAME", None) is None and getattr(config, "CPU_FEATURES", None) is None
@@ -76,7 +76,7 @@ _from_half: Any = intrinsic(_widen)
 
 @part()
 def _write_piece(values: Floats, bits: Any, piece: int, halves: Any, scales: Floats) -> bool:
-    """Write one piece; False if it is not an ordinary one."""
+    """Encode one piece; returns False if the piece is left to torch."""
     start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
     place = 2 * scale_at + SCALE_BYTES // 2
     largest = np.int32(0)
@@ -97,7 +97,7 @@ def _write_piece(values: Floats, bits: Any, piece: int, halves: Any, scales: Flo
 
 @part()
 def _is_ordinary(scale: np.float32, halves: Any, place: int) -> bool:
-    """Whether a piece is what an encoder writes, and no product with its scale can overflow."""
+    """Whether an encoder can have written a piece, and no product with its scale can overflow."""
     bits = np.float32(scale).view(np.int32)
     exponent = (bits >> 23) - 127
     if bits & np.int32(0x7FFFFF) or not -126 <= exponent <= HIGHEST_EXPONENT:
@@ -111,7 +111,7 @@ def _is_ordinary(scale: np.float32, halves: Any, place: int) -> bool:
 
 @compiled("int64(float32[::1], uint8[::1])")
 def encode(values: Floats, encoded: Bytes) -> int:
-    """Write whole pieces; returns how many are done."""
+    """Encode whole pieces; returns how many were encoded."""
     bits, halves, scales = values.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
     num_pieces = values.size // PIECE_NUMEL
     for piece in range(num_pieces):
@@ -122,7 +122,7 @@ def encode(values: Floats, encoded: Bytes) -> int:
 
 @compiled("int64(float32[::1], uint8[::1])")
 def decode(values: Floats, encoded: Bytes) -> int:
-    """The values of whole pieces; returns how many are done."""
+    """Decode whole pieces; returns how many were decoded."""
     halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
     decoded = np.empty(ROW_NUMEL, np.float32)
     num_pieces = values.size // PIECE_NUMEL
@@ -153,9 +153,9 @@ def average(
     squares: Any,
     every: int,
 ) -> int:
-    """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces are done.
+    """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces were averaged.
 
-    It does what the function of this name for int8 does to rows.
+    The arguments are those of the kernel of this name for int8, which works on rows.
     """
     bits, halves, scales = mean.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
     mine = np.empty(PIECE_NUMEL, np.float32)

@@ -1,8 +1,8 @@
-"""What int8 does to whole rows. The same in every bit as what torch does to them, in one call instead of fifteen.
+"""Compiled kernels of the int8 codec, for whole rows; bit-identical to torch, in one call instead of fifteen.
 
-Each function stops at the first row that it leaves to torch: one with values that are not finite, or so large or so
-small that they need more care. Floats are compared as the integers that have the same order, in which NaN is beyond
-both infinities: so the compiler may look at sixteen values at once, which it may not with floats.
+Each kernel stops at the first row that it leaves to torch: one with values that are not finite, or so large or so
+small that they need more care. Floats are compared as integers that have the same order, in which NaN lies beyond both
+infinities: the compiler may compare sixteen integers at once, but not sixteen floats.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "3957f697a64c"
-"""Digest of the files of which parts are compiled into these functions: Numba's cache looks at this file only."""
+INLINED = "694ef2f00353"
+"""Digest of the other files whose code is compiled into these kernels: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
 LOWEST_FINITE = np.int32(-0x7F800000)
@@ -45,12 +45,12 @@ SCALE_LIMIT = np.float32(HUGE_SCALE)
 BIAS_LIMIT = np.float32(HUGE_BIAS)
 USED_SCALE_BITS = np.int32(~UNUSED_SCALE_BITS)
 ROWS_KEPT_AT_ONCE = 16
-"""Nearly all of them are whole lines of the cache; one row alone is not."""
+"""Rows of own values that are copied at once: so nearly all writes are whole cache lines; one row has 13.5 of them."""
 
 
 @part()
 def _quantize_row(values: Floats, bits: Any, row: int, packed: Bytes, headers: Floats) -> bool:
-    """Write one row; False if it is not an ordinary one."""
+    """Encode one row; returns False if the row is left to torch."""
     start, place = row * ROW_NUMEL, row * ROW_BYTES
     header = (place + ROW_NUMEL) // 4
     lowest, highest = HIGHEST_FINITE, LOWEST_FINITE
@@ -77,14 +77,14 @@ def _quantize_row(values: Floats, bits: Any, row: int, packed: Bytes, headers: F
 
 @part()
 def _is_ordinary(scale: np.float32, bias: np.float32) -> bool:
-    """Whether these are what an encoder writes, and no product or sum with them can overflow."""
+    """Whether an encoder can have written these, and no product or sum with them can overflow."""
     is_right = np.float32(scale).view(np.int32) & ~USED_SCALE_BITS == 0 and scale >= 0
     return bool(is_right and scale < SCALE_LIMIT and abs(bias) < BIAS_LIMIT)
 
 
 @compiled("int64(float32[::1], uint8[::1])")
 def encode(values: Floats, packed: Bytes) -> int:
-    """Quantize whole rows; returns how many are done."""
+    """Encode whole rows; returns how many were encoded."""
     bits, headers = values.view(np.int32), packed.view(np.float32)
     num_rows = values.size // ROW_NUMEL
     for row in range(num_rows):
@@ -95,7 +95,7 @@ def encode(values: Floats, packed: Bytes) -> int:
 
 @compiled("int64(float32[::1], uint8[::1])")
 def decode(values: Floats, packed: Bytes) -> int:
-    """The values of whole rows; returns how many are done."""
+    """Decode whole rows; returns how many were decoded."""
     headers, decoded = packed.view(np.float32), np.empty(ROW_NUMEL, np.float32)
     num_rows = values.size // ROW_NUMEL
     num_done = num_rows
@@ -125,11 +125,11 @@ def average(
     squares: Any,
     every: int,
 ) -> int:
-    """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows are done.
+    """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows were averaged.
 
     The arguments are those of :meth:`manyhands.averaging.codecs.codec.Codec.average`; the squares are estimated from
-    one row in ``every``. A row stays in the processor's cache meanwhile. Rows that are not done keep the own values, if
-    these lie in the memory of ``mean``.
+    one row in ``every``. All steps for a row follow each other, while the row is in the processor's cache. If the own
+    values lie in the memory of ``mean``, rows that were not averaged still hold them.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
     mine = np.empty(ROW_NUMEL, np.float32)
