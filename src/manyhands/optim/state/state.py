@@ -1,4 +1,4 @@
-"""The state of a run at one global step: which parts of an optimizer it has, how it is captured, and how it is loaded."""
+"""The state of a run at one global step: which parts of an optimizer it has, and how it is captured and loaded."""
 
 from __future__ import annotations
 
