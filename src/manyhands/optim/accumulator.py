@@ -128,7 +128,10 @@ class GradientAccumulator(Accumulator):
         plain, means = [used], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
-                value.zero_() if is_first else value.mul_(1 - share)
+                if is_first:
+                    value.zero_()
+                else:
+                    value.mul_(1 - share)
             elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
                 plain.append(gradient)
                 means.append(value)
@@ -136,9 +139,15 @@ class GradientAccumulator(Accumulator):
                 gradient = gradient.to(value)  # float32 before the division, which may underflow in half precision
                 if grad_scale != 1.0:
                     gradient = gradient / grad_scale
-                value.copy_(gradient) if is_first else value.lerp_(gradient, share)
+                if is_first:
+                    value.copy_(gradient)
+                else:
+                    value.lerp_(gradient, share)
         # one call for all gradients that need no conversion: on a GPU, one kernel
-        torch._foreach_copy_(means, plain) if is_first else torch._foreach_lerp_(means, plain, share)
+        if is_first:
+            torch._foreach_copy_(means, plain)
+        else:
+            torch._foreach_lerp_(means, plain, share)
 
     def freeze(self) -> Contribution:
         mean_N = self._buffer().flat_N
@@ -160,9 +169,12 @@ class GradientAccumulator(Accumulator):
             before, self._mean = self._mean, self.layout.views(contribution.mean_N)
             self._spare_N = self._spare_N if before is None else before.flat_N
         elif weight > 0:
-            mean_N, given_N = self._buffer().flat_N, contribution.mean_N.to(self._device)
-            share = weight / (weight + self.weight)
-            mean_N.copy_(given_N) if self.weight == 0 else mean_N.lerp_(given_N, share)
+            mean_N = self._buffer().flat_N
+            given_N = contribution.mean_N.to(self._device)
+            if self.weight == 0:
+                mean_N.copy_(given_N)
+            else:
+                mean_N.lerp_(given_N, weight / (weight + self.weight))
             self._spare_N = contribution.mean_N
         if contribution.samples:
             self._count(contribution.samples, contribution.since_step)

@@ -252,7 +252,8 @@ class BlockingRunClient:
 
         The caller must replay each step before it asks for the next one.
         """
-        collaboration, phase = self._collaboration, "fetching a step since the state was loaded"
+        collaboration = self._collaboration
+        phase = "fetching a step that this peer missed"
         while step := self._run(collaboration.missed_step(), phase, DAY_S):
             yield step
             replica = self._replica

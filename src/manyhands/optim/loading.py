@@ -71,7 +71,8 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             await reader.refresh()
     except Timeout as error:
         raise Unavailable(str(error)) from error
-    parameters, buffers = matching_parameters(model, manifest), _bare(model.named_buffers())
+    parameters = matching_parameters(model, manifest)
+    buffers = _bare(model.named_buffers())
     rest = await run_to_end(facts_of_rest, model, parameters)
     if REST_OF_MODEL in manifest.extra and rest.get(REST_OF_MODEL) != manifest.extra[REST_OF_MODEL]:
         logger.warning(
@@ -146,7 +147,7 @@ async def leading_donors(
     position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]
     rng.shuffle(donors)
-    donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers need their links themselves
+    donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers last: they need their own links
     return position, donors
 
 

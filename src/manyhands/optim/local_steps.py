@@ -146,7 +146,8 @@ class LocalReplica(Replica):
         extra: ExtraTensors | None = None,
     ) -> None:
         self.inner = inner
-        self.num_fragments, self.overlap_steps = local_steps.fragments, local_steps.overlap_steps
+        self.num_fragments = local_steps.fragments
+        self.overlap_steps = local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
         of_model, model_parameters = parameters_of(inner), trained_of(inner)
         if self.num_fragments > len(model_parameters):
@@ -157,7 +158,9 @@ class LocalReplica(Replica):
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
-        self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
+        self.wrapped = inner
+        self.model_parameters = model_parameters
+        self.options = options_of(inner.param_groups)
         self.host_copy = HostCopy(inner) if offload else None
         self.own = trained_of(inner)
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
@@ -181,12 +184,12 @@ class LocalReplica(Replica):
     def shapes(self) -> Sequence[Sequence[int]]:
         if not self._is_sparse:
             return super().shapes
-        _, layout = self.step_parameters  # one tensor, whose chunks may lie across parameters
+        _, layout = self.step_parameters  # all values are one tensor, so that chunks may lie across parameters
         return [(layout.num_values, 1), *layout.shapes_of_rest]
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:
-            super()._advance_schedule(has_stepped=False)  # this peer may have made no inner step
+            super()._advance_schedule(has_stepped=False)  # False, as this peer may have made no inner step
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         return self._agreed_options  # they do not change: the schedule is that of the inner optimizer
@@ -213,7 +216,10 @@ class LocalReplica(Replica):
         super()._restore(outer)
         with torch.no_grad():
             for own, agreed, was, is_ahead in zip(self.own, self._parameters, before, has_steps, strict=True):
-                own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
+                if is_ahead:
+                    own.add_((agreed - was).to(own))
+                else:
+                    own.copy_(agreed)
         if inner is not None:
             take_options(inner, self.inner)
         if inner is not None and is_new:
@@ -268,7 +274,10 @@ class LocalReplica(Replica):
         """
         own_ones, agreed_ones, _ = self._fragments[number]
         for own, agreed in zip(own_ones, agreed_ones, strict=True):
-            own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
+            if kept_share == 0:
+                own.copy_(agreed)
+            else:
+                own.lerp_(agreed.to(own), 1 - kept_share)
         self._show()
 
     @torch.no_grad()
@@ -393,7 +402,8 @@ class InnerSteps(Accumulator):
         weight = self._weights[fragment] / replica.num_fragments  # a sample counts in a step of each fragment
         refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
-        num_steps, overlap_steps = self._num_steps - self._averaged_at, replica.overlap_steps
+        num_steps = self._num_steps - self._averaged_at
+        overlap_steps = replica.overlap_steps
         if overlap_steps > num_steps > 0 and self._averaged_at and "overlap" not in self._has_told:
             self._has_told.add("overlap")  # but not before the first average, as a newcomer makes only some of them
             logger.warning("overlap_steps=%d is cut to %d, the inner steps from one average to the next",

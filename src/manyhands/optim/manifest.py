@@ -79,7 +79,7 @@ def described_schedule(scheduler: Any) -> str:
     state, parts = scheduler.state_dict(), []
     for name in sorted(state):
         value = sorted(state[name].elements()) if isinstance(state[name], Counter) else state[name]
-        # what changes, or is in the hyper-parameters already, is left out
+        # left out: values that change with the steps, and those that are in the hyper-parameters already
         if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and is_serializable(value):
             parts.append(f"{name}={value}")
     if "_milestones" in state:

@@ -240,7 +240,9 @@ async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[Peer
     Raises:
         Unavailable: the DHT does not answer.
     """
-    records, key, decoder = {}, metrics_key(run_id, kind), msgspec.msgpack.Decoder(kind)
+    records = {}
+    key = metrics_key(run_id, kind)
+    decoder = msgspec.msgpack.Decoder(kind)
     for subkey, stored in (await dht.get(key)).items():
         if stored.owner != subkey:
             continue
@@ -300,12 +302,15 @@ class RecentSteps:
             roster: digest of the roster after the step, if this peer has made it alone.
         """
         parts = self._num_fragments
-        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
+        # what is added before rounding down: from 0 to parts - 1, each equally often over any series of steps
+        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64
         counted = {
             short_id(peer_id): min((round(weight * parts) + added) // parts, MAX_SAMPLES)
             for peer_id, weight in shares.items()
         }
-        lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
+        lists = packed(counted)
+        before = left.lineage
+        after = short_lineage(reached.lineage)
         digest = digest_of_step(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES

@@ -442,7 +442,9 @@ class Optimizer(OptimizerWrapper):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._speed.count(samples, self.peer.time())
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        # a GradScaler has set these attributes, if there is one
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
@@ -510,7 +512,9 @@ class Optimizer(OptimizerWrapper):
                 self._note_failure(step.error)
             return
         self._num_failures = 0
-        outcome, number, counts = step.outcome, step.left_from.step + 1, self.statistics
+        outcome = step.outcome
+        number = step.left_from.step + 1
+        counts = self.statistics
         assert outcome is not None
         self._was_alone = outcome.manifest is None
         counts.rounds_committed += not self._was_alone
@@ -552,7 +556,8 @@ class Optimizer(OptimizerWrapper):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
-        now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
+        now = self.peer.time()
+        failure = Failure(self._replica.position.step + 1, str(error))
         if failure != self.last_failure or now - self._told_failure_at >= LOG_S:
             self._told_failure_at = now
             is_farewell = self._collaboration.tracker.last_said_goodbye

@@ -90,7 +90,8 @@ class Options:
         Args:
             batch_size: samples of one batch; by default ``batch_size_per_step``.
         """
-        target, batch_size = self.target_batch_size, batch_size or self.batch_size_per_step or 1
+        target = self.target_batch_size
+        batch_size = batch_size or self.batch_size_per_step or 1
         if self.num_fragments is None or target >= num_peers * batch_size:
             return
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""

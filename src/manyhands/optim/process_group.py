@@ -54,14 +54,14 @@ class Ranks:
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
 
     def gather(self, own: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
+        """Send this rank's value to all ranks; returns the values of all ranks."""
         said: list[Any] = [None] * self.num_ranks
         with self._lost("waited for all ranks to make the same call"):
             dist.all_gather_object(said, own, group=self._words)
         return said
 
     def broadcast(self, outcome: CallOutcome | None) -> CallOutcome:
-        """The outcome of a call on rank 0, on all ranks."""
+        """Send the outcome of a call from rank 0 to all ranks; returns it. On the others the argument is None."""
         said = [outcome]
         with self._lost("sent them the result of a call" if self.rank == 0 else "waited for the result of rank 0"):
             dist.broadcast_object_list(said, src=0, group=self._words)
@@ -320,11 +320,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             result, leader = action(batches), self._own_leader
             figures = {name: getattr(leader, name) for name in FIGURES} | {"statistics": replace(leader.statistics)}
             num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
-            before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
+            before = self._shared
+            self._shared = leader.global_step, leader.statistics.states_loaded, num_inner
             options = hyper_parameters_of(leader.param_groups) if before != self._shared else None
             return CallOutcome(None, result, figures, options)
         except BaseException as error:  # all other ranks raise it, too
-            self._shared = None  # the state of the ranks is unknown
+            self._shared = None  # it is unknown which parameters the ranks have
             kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
             try:
                 text = repr(error) if kind is RankLost else str(error)

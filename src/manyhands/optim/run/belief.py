@@ -163,7 +163,7 @@ class Poll(NamedTuple):
     """The peers whose votes count, each with the name of its vote."""
 
     voters: Mapping[PeerId, str]
-    num_open: int  # peers that are still to be dialled; 1 if nobody votes, until somebody does
+    num_open: int  # peers that are still to be dialled; 1 while there are neither these nor voters
 
 
 def poll_of_claims(records: Records) -> Poll:
@@ -333,7 +333,9 @@ def believed_by_a_newcomer(
     """
     nowhere = PeerRecord(Position(0, b""), is_client=True, addresses=[])
     unbelieved, undecided = Belief(PeerId(""), lambda: trusted, poll).judge(nowhere, records)
-    return {} if undecided else {peer_id: record for peer_id, record in records.items() if peer_id not in unbelieved}
+    if undecided:
+        return {}
+    return {peer_id: record for peer_id, record in records.items() if peer_id not in unbelieved}
 
 
 def _voters_among(records: Records) -> dict[PeerId, str]:

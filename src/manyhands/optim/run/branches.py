@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Branch:
-    """A position of the run, and the holders of its state."""
+    """A position of the run, and the peers that have its state."""
 
     position: Position
     holders: tuple[PeerId, ...]
@@ -48,7 +48,8 @@ def leading_branch(others: Records, own_id: PeerId, own: PeerRecord) -> Branch:
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
         best = candidates[min(candidates)]
-    return Branch(best.position, tuple(sorted(one for one in candidates if candidates[one].position == best.position)))
+    holders = [peer_id for peer_id, record in candidates.items() if record.position == best.position]
+    return Branch(best.position, tuple(sorted(holders)))
 
 
 def _not_followed(claims: Records) -> str:
@@ -92,7 +93,7 @@ class BranchChoice:
         self._plausible: Records = {}  # the believed records, and those that this peer cannot judge yet
         self._unbelieved_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, _Shunned] = {}
-        self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
+        self._majority: Position | None = None  # the result of :meth:`Belief.other_majority`
 
     def look(self, own: PeerRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""

@@ -174,7 +174,8 @@ class Canvass:
             lasts_s = TWO_DIALS_S if isinstance(error, TooEarly) else SHUN_S
             logger.debug("peer %s has no vote on the position of the run: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
-            now, was_connected = asyncio.get_running_loop().time(), self._endpoint.is_connected(peer_id)
+            now = asyncio.get_running_loop().time()
+            was_connected = self._endpoint.is_connected(peer_id)
             self._failed[peer_id] = _Failure(now, lasts_s, was_connected)
         self._on_news()
         self._has_news.set()

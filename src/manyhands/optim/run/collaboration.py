@@ -428,7 +428,9 @@ class Collaboration:
 
     async def download(self) -> State:
         """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
-        donors, loop, tracker = self._donors(), asyncio.get_running_loop(), self.tracker
+        donors = self._donors()
+        loop = asyncio.get_running_loop()
+        tracker = self.tracker
         if not donors and tracker.branches.waits_for_clients():
             where = ", ".join(map(str, self.presence.endpoint.addresses))
             raise Unavailable(

@@ -60,7 +60,7 @@ class Contacts:
     """One peer's direct contacts with the others of its run.
 
     Args:
-        tasks: owns the calls in the background; once it is closed, this peer has left, and calls nobody.
+        tasks: owns the calls in the background. Once it is closed, this peer has left the run, and calls no peer.
     """
 
     def __init__(self, presence: Presence, run_id: str, tracker: ProgressTracker, tasks: TaskOwner) -> None:

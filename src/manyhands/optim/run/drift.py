@@ -80,7 +80,7 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
     bits = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
     of_columns, of_rows = torch.split(bits.flatten()[: ROW + num_rows].float() * 2 - 1, [ROW, num_rows])
     signs_on = {device: of_rows.to(device) for device in {tensor.device for tensor in tensors}}
-    sums_on = {device: torch.zeros(ROW + 1, device=device) for device in signs_on}  # of columns, and the norm
+    sums_on = {device: torch.zeros(ROW + 1, device=device) for device in signs_on}  # one for each column, and the norm
     first_row = 0
     for tensor in tensors:
         signs, sums = signs_on[tensor.device], sums_on[tensor.device]
@@ -129,7 +129,8 @@ def distances(
     if 2 * len(rows) <= num_peers:
         return {}
     median = [statistics.median(column) for column in zip(*rows, strict=True)]
-    size = max(math.hypot(*median), own_size if own_size < math.inf else 0.0) or sys.float_info.min  # all zero
+    size = max(math.hypot(*median), own_size if own_size < math.inf else 0.0)
+    size = size or sys.float_info.min  # if all parameters are 0
     apart = {peer_id: math.inf if row is None else math.dist(row, median) / size for peer_id, row in told.items()}
     if 2 * sum(distance <= bound for distance in apart.values()) <= num_peers:
         return {}
@@ -177,7 +178,7 @@ class Drift:
         self._position = None
         if self.own_id in self._named:
             self._has_reloaded = True
-            self._named.discard(self.own_id)  # it is named once more if this did not help
+            self._named.discard(self.own_id)  # the log names it again if it still differs then
 
     def disagreement(self) -> float | None:
         """How far apart the parameters of this peer and the majority are after this peer's last step.
@@ -187,7 +188,8 @@ class Drift:
         """
         if self._position is None:
             return None
-        (told, _), apart = self._told_at(self._position), self._distances_at(self._position)
+        told, _ = self._told_at(self._position)
+        apart = self._distances_at(self._position)
         if apart and not self._is_in_grid:
             told = {peer_id: record for peer_id, record in told.items() if apart.get(peer_id, math.inf) <= self.bound}
         return disagreement_of([self._sketch.sums, *(record.sketch for record in told.values())])
@@ -214,9 +216,11 @@ class Drift:
             self._warn_without_majority(here)
         differing = {peer_id for peer_id, distance in apart.items() if distance > self.bound}
         for peer_id in sorted(differing - self._named):
-            who, then = f"peer {peer_id}", "; that peer should load the majority's state"
+            who = f"peer {peer_id}"
+            then = "; that peer should load the majority's state"
             if peer_id == self.own_id:
-                who, then = "this peer", ": it loads the majority's state"
+                who = "this peer"
+                then = ": it loads the majority's state"
                 if self._has_reloaded:
                     then = (
                         ", although it has loaded the majority's state: something on this machine changes them again "
@@ -248,7 +252,7 @@ class Drift:
             sketch: of the state.
         """
         if any(record.seat.layout.sides for record in self._told_at(position)[0].values()):
-            return False  # in a grid groups differ by more than rounding
+            return False  # in a grid the groups' parameters differ by more than rounding
         told, num_judges = self._told_at(position)
         sketches = {peer_id: record.sketch for peer_id, record in told.items()}
         apart = distances(sketches, num_judges, self.bound, sketch.size, {self.own_id: sketch.sums})
@@ -261,7 +265,7 @@ class Drift:
         def rank(donor: PeerId) -> int:
             if donor not in apart:
                 return 1
-            return 0 if apart[donor] <= self.bound else 2
+            return 2 if apart[donor] > self.bound else 0
 
         return sorted(donors, key=rank)
 

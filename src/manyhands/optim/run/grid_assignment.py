@@ -119,12 +119,13 @@ class GridAssignment:
         self.plan()
         if self._step is None:
             return False
-        self._stepping_from, self._num_left = self.tracker.own.position, self._step.layout.num_rounds
+        self._stepping_from = self.tracker.own.position
+        self._num_left = self._step.layout.num_rounds
         self.called.clear()
         return True
 
     def end_step(self) -> None:
-        """End the step, made or failed; after a failure the next attempt begins with its first round."""
+        """End the step, whether it was made or failed; after a failure the next attempt begins with the first round."""
         self._stepping_from = self._basis = None
         self.plan()
 

@@ -287,7 +287,8 @@ class ProgressLog:
         if news != self._told or now >= self._told_at + LOG_S:
             self._told, self._told_at = news, now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
-            samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
+            samples = counted(progress.samples, "sample")
+            peers = counted(progress.num_peers, "peer")
             logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
                         samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
 
@@ -309,7 +310,7 @@ class StrandedNotice:
         if len(trainers) < 2:
             self._due_at = math.inf
         elif self._due_at == math.inf:
-            self._due_at = now + LATE_ANSWER_S  # peers that start together see each other one by one
+            self._due_at = now + LATE_ANSWER_S  # of peers that start together, each sees the others one by one
         elif now >= self._due_at:
             self._due_at = now + MINUTE_S
             logger.warning(

@@ -224,7 +224,7 @@ class Look:
 
 @dataclass(frozen=True)
 class WaitUntilDue:
-    """Wait until the target is reached."""
+    """Wait until a step is due (see ``Situation.is_due``)."""
 
     timeout_s: float
 

@@ -165,9 +165,11 @@ class StepRounds:
         if self._is_closed:
             raise RoundAborted(LEAVING)
         mean_N, weight = contribution.mean_N, contribution.weight
-        position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
+        position = self.local.position
+        tracker = self.tracker
+        self._attempt = asyncio.current_task()
         roster = self.local.roster
-        tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
+        tracker.is_called = tracker.is_moving = False  # this attempt answers the call; another round has another call
         tracker.is_busy = True
         try:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
@@ -251,7 +253,8 @@ class StepRounds:
         """
         members = committed.manifest.members
         leader = members[committed.manifest.leader]  # not asked: a result needs the word of another member, too
-        lost, number = {self.own_id, leader, *committed.blamed}, members.index(self.own_id)
+        lost = {self.own_id, leader, *committed.blamed}
+        number = members.index(self.own_id)
         others = [*members[number:], *members[:number]]  # each member begins with another one
         holders = [peer_id for peer_id in others if peer_id not in lost]
         loop = asyncio.get_running_loop()
@@ -294,7 +297,10 @@ class StepRounds:
         groups have committed. So all peers that step from one position get the same lineage, and keep their roster.
         """
         loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
-        numel, vector_N, shapes, part = mean_N.numel(), mean_N, self.local.shapes, self.local.part
+        numel = mean_N.numel()
+        vector_N = mean_N
+        shapes = self.local.shapes
+        part = self.local.part
         if self.config.is_sparse:
             # tensors of one dimension are sent exactly: the mean along an axis of the grid is not sparse any more
             shapes = [(math.prod(shapes[0]),), *shapes[1:]]

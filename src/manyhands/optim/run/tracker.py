@@ -93,8 +93,9 @@ class ProgressTracker(ProgressReader):
             position, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
-        self._counted_at = 0.0  # loop time, when the samples were counted
-        self._read_at = self._wholly_read_at = -math.inf  # loop time
+        self._counted_at = 0.0  # loop time when this peer's samples were counted
+        self._read_at = -math.inf  # loop time of the last read
+        self._wholly_read_at = -math.inf  # loop time of the last read from more than one holder
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._donor: PeerId | None = None
         self._view: View | None = None
@@ -190,7 +191,8 @@ class ProgressTracker(ProgressReader):
         self._go_to(position, lineage_samples, b"")
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
-        self.is_called = self.is_called and position == self.own.position  # a reload answers no call
+        # a call stays open if this peer only reloads its state
+        self.is_called = self.is_called and position == self.own.position
         self.is_moving = False
         self._note_change()
         self._set_own(
@@ -367,11 +369,11 @@ class ProgressTracker(ProgressReader):
         return self.num_peers_here() == 1 and self.is_on_best_branch()
 
     def num_peers(self) -> int:
-        """Number of peers that train, wherever in the run they are, this one included."""
+        """Number of peers that train, at any position of the run, this one included."""
         return len(self.trainers()) + (not self.own.is_auxiliary)
 
     def num_peers_here(self) -> int:
-        """Number of peers that train at this position, this one included, reachable or not."""
+        """Number of peers that train here, this one included, whether or not they can be reached."""
         return len(self.view.trainers) + (not self.own.is_auxiliary)
 
     def is_due(self) -> bool:
@@ -425,8 +427,13 @@ class ProgressTracker(ProgressReader):
 
     def behind(self) -> list[PeerId]:
         """The trainers, except missing ones, that have yet to reach this peer's global step."""
-        trainers, missing, here = self.trainers(), self.missing(), self.own.position.step
-        return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
+        missing = self.missing()
+        here = self.own.position.step
+        return [
+            peer_id
+            for peer_id, record in self.trainers().items()
+            if peer_id not in missing and record.position.step < here
+        ]
 
     def judges_of_parameters(self) -> Poll:
         """The other peers whose parameters this peer's are compared with; see :meth:`.Belief.judges`."""

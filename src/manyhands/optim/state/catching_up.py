@@ -123,7 +123,7 @@ class KeptStep(msgspec.Struct):
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)]  # code of the encoding of the means
     stops: Annotated[
         list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
-    ]  # for each piece, the ends of its chunks in the vector, in elements
+    ]  # for each piece, the end of each of its chunks in the vector, in elements
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)

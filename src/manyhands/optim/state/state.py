@@ -223,7 +223,8 @@ def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) ->
         num_extra: number of tensors beside the parameters.
     """
     num_parameters = len(inner)
-    specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    specs = state.header.tensors
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     first = num_parameters + num_extra
     num_outer = first + sum(not statistic_of(spec)[1].startswith(INNER) for spec in specs[first:])
     outer = _with_scalars(first_of(state, num_outer), Scalars(scalars.statistics, scalars.groups, scalars.scheduler))
@@ -377,7 +378,7 @@ def _as_it_was(loaded: Any, sent: Any) -> Any:
         return sent.to(loaded.device) if has_other_dtype else loaded
     if isinstance(loaded, dict) and isinstance(sent, dict):
         for key in loaded.keys() & sent.keys():
-            if key != "step":  # torch knows the dtype that it needs for this one
+            if key != "step":  # load_state_dict keeps the dtype of this one as torch needs it
                 loaded[key] = _as_it_was(loaded[key], sent[key])
     elif isinstance(loaded, (list, tuple)) and type(loaded) is type(sent) and len(loaded) == len(sent):
         items = [_as_it_was(item, its_sent) for item, its_sent in zip(loaded, sent, strict=True)]
@@ -393,7 +394,10 @@ def _set_mode(optimizer: Any, before: Sequence[Mapping[str, Any]]) -> None:
     """
     modes = [group[TRAIN_MODE] for group in before if isinstance(group.get(TRAIN_MODE), bool)]
     if modes and any(group.get(TRAIN_MODE) is not modes[0] for group in optimizer.param_groups):
-        optimizer.train() if modes[0] else optimizer.eval()
+        if modes[0]:
+            optimizer.train()
+        else:
+            optimizer.eval()
 
 
 def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
@@ -441,7 +445,8 @@ def _is_short(value: Any) -> bool:
 
 
 def _check_statistic(name: str, tensor: torch.Tensor) -> None:
-    is_ordinary = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # else its values are elsewhere
+    # a subclass with a dispatch of its own, such as DTensor, keeps its values elsewhere
+    is_ordinary = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_ordinary or tensor.dtype not in DTYPES_OF_STATES or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ConfigError(

@@ -108,7 +108,7 @@ class GlobalStep:
         self.is_spoiled = self.is_announced = False
         self._replica = replica
         self._sketch = Sketch()
-        self._task: asyncio.Task[None] | None = None  # in the background
+        self._task: asyncio.Task[None] | None = None  # makes the step on the network thread
 
     @property
     def has_moved(self) -> bool:

@@ -105,7 +105,7 @@ class Replica:
         self.writes = Writes(parameters_of(optimizer))
         self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
-        self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
+        self.host_copy = HostCopy(optimizer) if offload else None  # made after the schedule, which sets options
         self._max_grad_norm = max_grad_norm
         self._parameters = trained_of(optimizer)
         self._layout = GradientLayout(self._parameters, self.extra.shapes)
@@ -489,7 +489,10 @@ class Replica:
         converts them.
         """
         is_alike = place is not None and place.get(DTYPES) == self._dtypes()
-        load_packed(optimizer, state_dict) if is_alike else optimizer.load_state_dict(state_dict)
+        if is_alike:
+            load_packed(optimizer, state_dict)
+        else:
+            optimizer.load_state_dict(state_dict)
 
     def _dtypes(self) -> list[str]:
         return [spec.dtype for spec in specs_of(self.wrapped)]
@@ -521,7 +524,7 @@ def guarded_step(
         max_grad_norm: bound of the norm of all gradients together; None for no bound.
     """
     values_N = averaged_N[: layout.num_values]
-    norm = global_norm([values_N])  # finite only if all of them are
+    norm = global_norm([values_N])  # finite only if all values are
     if not math.isfinite(norm) or not are_finite([averaged_N[layout.num_values :]]):
         return "the averaged gradient is not finite, or its square is not"
     if max_grad_norm is not None and norm > max_grad_norm:
