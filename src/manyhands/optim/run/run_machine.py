@@ -101,7 +101,7 @@ class Decision(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """What a peer is doing: it computes, or something that its decision after a batch depends on."""
+    """What a peer is doing: it computes, or carries out an action on which its decision after a batch depends."""
 
     COMPUTING = "computing"
     READING = "reading"
@@ -127,7 +127,7 @@ class Situation:
         others: the other peers at this position.
         missing_samples: how many samples the others must have for the target to be reached: the target minus the
             samples of this peer.
-        members: the peers in the roster at this position. Once there are any, batches of other peers are not predicted.
+        members: the members of the roster at this position. If there are any, only their batches are predicted.
         is_worth_a_look: the target is not reached by the published samples, but should be: another peer calls, or the
             predicted samples reach it and no leader calls this peer in a crowd. The last read is at least
             ``min_refresh_s`` ago.
@@ -145,7 +145,7 @@ class Situation:
         is_alone: no other peer would come to the step, however long this one waits: it is on the best known branch,
             and the only trainer there. A peer in client mode is alone only if no other peer of the run trains, or if
             ``allow_solo`` is set and no peer of the run accepts connections.
-        newcomers: the newcomers.
+        newcomers: all newcomers of this peer.
         late_newcomers: the newcomers whose last download took longer than a step of the run.
         knew_others: this peer was given initial peers, or knows peers from an earlier start.
     """
