@@ -36,13 +36,13 @@ def test_a_peer_with_another_base_is_refused_and_one_with_the_same_joins() -> No
 def test_a_peer_that_does_not_tell_its_base_is_refused_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
     with peers(2) as (one, other):
         kept = joined(one, new_model())  # else it leaves the run
-        assert "that the optimizer has not" not in caplog.text
+        assert "that the optimizer does not have" not in caplog.text
         with pytest.raises(
             ManifestMismatch, match=r"is not set here, .*; give Optimizer\(\.\.\., model=model\) on all"
         ):
             joined(other, new_model(), is_told=False)
         assert kept.global_step == 0
-        assert "The model has 2 parameters that the optimizer has not (0.bias, 0.weight)" in caplog.text
+        assert "The model has 2 parameters that the optimizer does not have (0.bias, 0.weight)" in caplog.text
 
 
 def test_an_evaluator_with_another_base_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:

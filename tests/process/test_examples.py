@@ -82,7 +82,7 @@ def test_a_run_is_evaluated_by_a_peer_that_is_not_in_it_and_was_there_before_it(
         evaluator = start("evaluate.py", *peer.addresses)
         trainer = None
         try:
-            evaluator.wait_for("nobody trains run 'quickstart', as far as the 1 peer of this network")
+            evaluator.wait_for("nobody trains run 'quickstart': no settings of it were found at the 1 peer")
             trainer = start("quickstart.py", *peer.addresses)
             evaluator.wait_for("held-out loss")
         finally:

@@ -269,7 +269,7 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again_stays_together() -> Non
     swarm.run()
     assert keys[3] == {""}, "one group"
     assert keys[15] == {"4x3"}
-    assert longest["s"] < 3.5, "one that is called before it reckons the target computes a batch more, of 0.5 s"
+    assert longest["s"] < 3.5, "one that is called before it predicts the target computes one batch more, of 0.5 s"
     counts = [swarm.members[name].optimizer.statistics for name in early]
     assert sum(count.states_loaded for count in counts) <= 1
     assert sum(count.samples_dropped for count in counts) <= 0.02 * sum(count.samples_computed for count in counts)

@@ -180,7 +180,7 @@ def falling(divisor: float) -> Callable[[Any], Any]:
 def test_peers_with_unlike_schedules_are_told_that_their_parameters_part(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "manyhands.optim.run.drift")
     swarm_with(falling(10.0), falling(5.0)).run()
-    said = [text for text in caplog.messages if "no majority holds the same" in text]
+    said = [text for text in caplog.messages if "no majority of them has the same parameters" in text]
     assert 1 <= len(said) <= 2, "each peer says it once, if it reads the other's record of a step in time"
     assert all("another schedule" in text for text in said)
 

@@ -328,7 +328,7 @@ def test_wrapping_what_is_wrapped_is_refused(options: dict[str, Any]) -> None:
         for number in range(2):
             step(optimizer, model, number)
         optimizer.close()
-        with pytest.raises(ConfigError, match="which is wrapped once"):
+        with pytest.raises(ConfigError, match="cannot be wrapped again"):
             wrapped(optimizer, peer)
         wrapped(named, peer)
 

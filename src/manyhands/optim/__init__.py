@@ -1,18 +1,20 @@
-"""The collaborative optimizer and its parts. Its rules are tables at the head of files without clocks or sockets:
+"""The collaborative optimizer and its parts. Its rules are at the heads of these files, most of them as tables:
 
 ====================================================  =================================================
 question                                              file
 ====================================================  =================================================
-what a peer does after a batch                        ``run/run_machine.py``
-what its conditions mean                              ``run/tracker.py`` (``situation``)
-whom it believes about where the run is               ``run/belief.py``
-when its parameters differ from the others'           ``run/drift.py``
-how it gets to where the run is                       ``state/catching_up.py``
-what becomes of samples                               ``step/global_step.py``
+What does a peer do after a batch?                    ``run/run_machine.py``
+What do the conditions for that mean?                 ``run/run_machine.py`` (``Situation``)
+How are these computed?                               ``run/tracker.py`` (``situation``)
+Which claims about the run's position are believed?   ``run/belief.py``
+When do a peer's parameters differ from the others'?  ``run/drift.py``
+How does a peer get to the position of the run?       ``state/catching_up.py``
+What becomes of a peer's samples?                     ``step/global_step.py``
+How does the averaged gradient reach the parameters?  ``step/global_step.py``
 ====================================================  =================================================
 
-``optimizer.py`` is what users call. The mean of a round goes from ``run/step_rounds.py`` through ``blocking_client.py``
-to ``step/global_step.py``, and ``step/replica.py`` gives it to the torch optimizer as the gradient.
+Users call ``optimizer.py``. It works on the training thread, and calls ``run/collaboration.py`` on the network thread
+through ``blocking_client.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ __all__ = ["Lamb", "ProgressConfig"]
 def __getattr__(name: str) -> Any:
     if name != "Lamb":
         raise AttributeError(f"module 'manyhands.optim' has no attribute {name!r}")
-    try:  # on first use only: it imports torch, which monitors never need
+    try:  # on first use only, as it imports torch, which monitors do not need
         return importlib.import_module("manyhands.optim.lamb").Lamb
     except ModuleNotFoundError as error:
         if error.name != "torch":

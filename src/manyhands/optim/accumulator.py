@@ -20,10 +20,11 @@ class Contribution:
 
     Attributes:
         mean_N: the gradient of the mean loss in the layout of ``GradientLayout``; float32, on the host.
-        weight: in the unit over which the loss is a mean: samples, unless the caller says otherwise.
-        since_step: the global step of the parameters behind its oldest samples.
-        refill: computes the vector again, in memory of its own, as long as the step is not made; the mean of all peers
-            may then overwrite it. None if that is impossible.
+        samples: number of samples of which it is the mean.
+        weight: their number in the unit over which the loss is a mean: samples, unless the caller says otherwise.
+        since_step: the global step of the parameters that the oldest of the samples were computed with.
+        refill: computes the vector again, in memory of its own, until the step is made. With it the mean of all peers
+            may overwrite ``mean_N``. None if the vector cannot be computed again.
     """
 
     mean_N: torch.Tensor
@@ -34,10 +35,12 @@ class Contribution:
 
 
 class Accumulator(ABC):
-    """What one peer has computed since the last global step. Belongs to the training thread.
+    """Accumulates what one peer computes between two global steps. Belongs to the training thread.
 
     Attributes:
-        was_out: some of them were handed out before, for a step that failed.
+        samples: number of accumulated samples.
+        since_step: the global step of the parameters that the oldest of them were computed with.
+        was_out: whether some of them were in the contribution to an attempt that failed.
     """
 
     def __init__(self) -> None:
@@ -45,33 +48,40 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
-        """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite.
+        """Add the current ``.grad`` of all parameters; if one is not finite, add nothing and return False.
 
-        The weight is by default the number of samples; the loss was multiplied by ``grad_scale``.
+        Args:
+            weight: see :class:`Contribution`; by default the number of samples.
+            grad_scale: the factor by which the loss was multiplied; the gradients are divided by it.
+            at_step: the global step of the parameters.
         """
 
     def fault(self) -> str:
-        """Why what was added cannot be used, in words; empty if it can."""
+        """Why the accumulated samples cannot be used, in words; empty if they can."""
         return ""
 
     @abstractmethod
     def freeze(self) -> Contribution:
-        """Return what was added so far as a contribution, and begin anew."""
+        """Return the accumulated samples as a contribution, and begin anew without them."""
 
     @abstractmethod
     def take_back(self, contribution: Contribution) -> None:
-        """Add back a contribution whose step was not made; it counts in the next attempt."""
+        """Add back a contribution whose step was not made: it counts in the next attempt."""
 
     def carry(self, contribution: Contribution) -> None:
-        """Add back a contribution that the others made a step without; this peer has made it, too."""
+        """Add back a contribution that is not in the step that this peer and the others have made."""
         self.take_back(contribution)
 
     @abstractmethod
     def release(self, contribution: Contribution, *, is_free: bool) -> None:
-        """Forget a contribution whose step was made; reuse its memory if nobody else holds it."""
+        """Forget a contribution that has counted or is dropped.
+
+        Args:
+            is_free: whether its memory can be used again, as nothing else holds it.
+        """
 
     def drop(self) -> None:
-        """Forget what was added so far."""
+        """Forget the accumulated samples."""
         self.samples, self.since_step, self.was_out = 0, 0, False
 
     def _count(self, samples: int, since_step: int) -> None:
@@ -82,8 +92,9 @@ class Accumulator(ABC):
 class GradientAccumulator(Accumulator):
     """The gradient of the mean loss over all samples of one peer since the last global step.
 
-    Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
-    more is added while a contribution is out, so with a delay there are two.
+    Memory: one float32 vector of the size of the parameters, on their device. A contribution takes it along if it is on
+    the host. So a second one is needed if samples are added while a step is made, as with ``delay``. For parameters on
+    another device, a contribution is always a second vector, on the host.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors) -> None:
@@ -93,8 +104,8 @@ class GradientAccumulator(Accumulator):
         self.layout = GradientLayout(self._parameters, self._extra.shapes)
         self.weight = 0.0
         self._device = HOST
-        self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
-        self._spare_N: torch.Tensor | None = None  # its values are undefined
+        self._mean: FlatGradients | None = None  # the gradient of the mean loss; undefined while the weight is 0
+        self._spare_N: torch.Tensor | None = None  # memory for another vector; its values are undefined
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
@@ -111,23 +122,32 @@ class GradientAccumulator(Accumulator):
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float
     ) -> None:
-        """Move the mean by a share towards the gradients; all the way if there is nothing in it yet."""
+        """Move the mean towards these gradients by their share of the weight; replace it if there is none yet."""
         is_first = self.weight == 0
         used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32, device=self._device)
         plain, means = [used], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
-                value.zero_() if is_first else value.mul_(1 - share)
+                if is_first:
+                    value.zero_()
+                else:
+                    value.mul_(1 - share)
             elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
                 plain.append(gradient)
                 means.append(value)
             else:
-                gradient = gradient.to(value)  # in float32 before it is divided
+                gradient = gradient.to(value)  # float32 before the division, which may underflow in half precision
                 if grad_scale != 1.0:
                     gradient = gradient / grad_scale
-                value.copy_(gradient) if is_first else value.lerp_(gradient, share)
-        # one call for all that are alike: on a GPU one kernel
-        torch._foreach_copy_(means, plain) if is_first else torch._foreach_lerp_(means, plain, share)
+                if is_first:
+                    value.copy_(gradient)
+                else:
+                    value.lerp_(gradient, share)
+        # one call for all gradients that need no conversion: on a GPU, one kernel
+        if is_first:
+            torch._foreach_copy_(means, plain)
+        else:
+            torch._foreach_lerp_(means, plain, share)
 
     def freeze(self) -> Contribution:
         mean_N = self._buffer().flat_N
@@ -149,9 +169,12 @@ class GradientAccumulator(Accumulator):
             before, self._mean = self._mean, self.layout.views(contribution.mean_N)
             self._spare_N = self._spare_N if before is None else before.flat_N
         elif weight > 0:
-            mean_N, given_N = self._buffer().flat_N, contribution.mean_N.to(self._device)
-            share = weight / (weight + self.weight)
-            mean_N.copy_(given_N) if self.weight == 0 else mean_N.lerp_(given_N, share)
+            mean_N = self._buffer().flat_N
+            given_N = contribution.mean_N.to(self._device)
+            if self.weight == 0:
+                mean_N.copy_(given_N)
+            else:
+                mean_N.lerp_(given_N, weight / (weight + self.weight))
             self._spare_N = contribution.mean_N
         if contribution.samples:
             self._count(contribution.samples, contribution.since_step)
@@ -169,7 +192,7 @@ class GradientAccumulator(Accumulator):
     def _buffer(self) -> FlatGradients:
         devices = {parameter.device for parameter in self._parameters}
         device = devices.pop() if len(devices) == 1 else HOST
-        if self.weight == 0 and device != self._device:  # there is nothing in it yet, and the model has moved
+        if self.weight == 0 and device != self._device:  # the model was moved, and nothing has been added since
             self._device, self._mean = device, None
         if self._mean is None and self._device == HOST and self._spare_N is not None:
             self._mean, self._spare_N = self.layout.views(self._spare_N), None

@@ -31,22 +31,30 @@ logger = logging.getLogger(__name__)
 
 
 class BlockingRunClient:
-    """One peer's place in a run, for the thread that trains its replica."""
+    """Calls one peer's :class:`.Collaboration` on the network thread, for the thread that trains its replica.
+
+    Each call blocks until the network thread has answered, or raises ``Timeout``. The methods raise ``ConfigError`` if
+    the peer was closed.
+    """
 
     def __init__(self, peer: BlockingPeer, collaboration: Collaboration, replica: Replica) -> None:
         self._peer = peer
         self._collaboration = collaboration
         self._replica = replica
         self._averaging = collaboration.averaging
-        self._report_at = 0.0  # beside a step in the background
+        self._report_at = 0.0  # when the next report during a step in the background is due
 
     @property
     def can_be_dialled(self) -> bool:
-        """Whether this peer is not in client mode."""
+        """Whether this peer accepts connections: it is not in client mode."""
         return not self._collaboration.presence.endpoint.client_mode
 
     def join(self, options: Options) -> bool:
-        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does."""
+        """Join the run, and load its state if there is one; returns whether a state was loaded.
+
+        Raises:
+            ConfigError, ManifestMismatch, RunNotFound, Unavailable: see :class:`manyhands.Optimizer`.
+        """
         self._run(self._collaboration.start(), "joining the run", RECORD_S)
         try:
             options.check_peers(self._call("joining the run", self._collaboration.tracker.num_peers))
@@ -60,12 +68,19 @@ class BlockingRunClient:
         return has_loaded
 
     def _catch_up(self) -> bool:
-        """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
-        first_failure, give_up_at, has_loaded = None, math.inf, False
-        phase, collaboration, tracker = "joining the run", self._collaboration, self._collaboration.tracker
+        """Load the state of the best branch, and replay the steps since; returns whether a state was loaded.
+
+        After a failure it tries again for ``JOIN_S`` seconds.
+        """
+        first_failure: Unavailable | None = None
+        give_up_at = math.inf
+        has_loaded = False
+        phase = "joining the run"
+        collaboration = self._collaboration
+        tracker = collaboration.tracker
         while not self._call(phase, collaboration.may_go_on_from_here):
             if self._call(phase, collaboration.must_be_called_on):
-                self._call(phase, tracker.start)  # the record says where
+                self._call(phase, tracker.start)  # publishes the addresses at which clients can connect
             try:
                 self._run(collaboration.choose_branch(), phase, DAY_S)
                 if self._call(phase, collaboration.may_go_on_from_here):
@@ -81,16 +96,16 @@ class BlockingRunClient:
             except Unavailable as error:
                 if first_failure is None:
                     first_failure = error
-                    # until then its link may come up again, or a client with the state connect to it
+                    # by then this peer's link may be up again, or a client with the state may have connected to it
                     give_up_at = self._peer.time() + JOIN_S
             else:
                 return True
             if first_failure is not None and self._peer.time() >= give_up_at:
-                if self._call(phase, tracker.is_on_best_branch):  # nobody with a state is left
+                if self._call(phase, tracker.is_on_best_branch):  # no peer with a state is left
                     if collaboration.start_new is False:
                         raise RunNotFound(self._call(phase, collaboration.no_state)) from first_failure
-                    break  # a checkpoint may be loaded, and else it waits
-                raise first_failure  # it names all peers that were asked; later attempts skip those without news
+                    break  # the user may load a checkpoint; otherwise this peer waits for one with the state
+                raise first_failure  # the first one names most peers: later attempts skip those without a new record
             self._peer.sleep(MOMENT_S)  # the others may publish something new
             self._run(tracker.look(), phase)
         if refusal := self._call(phase, tracker.branches.refusal):
@@ -98,7 +113,7 @@ class BlockingRunClient:
         return has_loaded
 
     def leave(self) -> None:
-        """Leave the run; the peer stays. A peer that was closed has left it already."""
+        """Leave the run; the peer stays. Does nothing if the peer was closed, as it has left the run then."""
         try:
             self._run(self._collaboration.close(), "leaving the run")
         except Timeout as error:
@@ -111,8 +126,9 @@ class BlockingRunClient:
         return self._call("looking how this peer does", self._collaboration.health)
 
     def wait_for_others(self, timeout_s: float) -> bool:
-        """Wait until all peers have reached this step; returns whether they have in time."""
-        deadline, num_looks = self._peer.time() + timeout_s, 0  # in a row at which no peer behind answered
+        """Wait until all peers have reached this peer's global step; returns whether they have, within the timeout."""
+        deadline = self._peer.time() + timeout_s
+        num_looks = 0  # in a row, at which no other peer needed this one
         tracker = self._collaboration.tracker
         tracker.is_busy = True
         try:
@@ -127,9 +143,9 @@ class BlockingRunClient:
         return True
 
     def wait_for_downloads(self, timeout_s: float) -> bool:
-        """Wait until no future trainer downloads the state from this peer; returns whether that is so in time.
+        """Wait until no newcomer downloads the state from this peer; returns whether none does, within the timeout.
 
-        A program that is told a second time to exit waits no more.
+        A second signal to exit, such as Ctrl-C, ends the wait.
         """
         deadline, has_told = self._peer.time() + timeout_s, False
         with delay_exit(timeout_s):
@@ -150,7 +166,7 @@ class BlockingRunClient:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """A machine whose network thread was blocked goes on with the next batch."""
+        """Turn a ``Timeout`` into a warning: after the network thread was blocked, training goes on."""
         try:
             yield
         except Timeout as error:
@@ -166,12 +182,12 @@ class BlockingRunClient:
         return Decision.ACCUMULATE
 
     def rest(self, seconds: float) -> None:
-        """Rest for this time, or until a step becomes due."""
+        """Sleep for so many seconds, or until a step becomes due."""
         with self._going_on():
             self._run(self._collaboration.rest(seconds), "resting")
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
-        """Report what this peer has accumulated during a background step; at a limited rate."""
+        """Report what this peer has accumulated while a step is made in the background, at most every ``LOOK_S``."""
         if self._peer.time() >= self._report_at:
             self._report_at = self._peer.time() + LOOK_S
             with self._going_on():
@@ -184,8 +200,8 @@ class BlockingRunClient:
     # a step
 
     def average(self, step: GlobalStep) -> None:
-        """Make one attempt to average; the step then has an outcome, or the error that others have caused."""
-        timeout_s = longest_attempt_s(self._averaging) + DIAL_S  # later the network thread is blocked
+        """Make one attempt to average. After it the step has an outcome, or the error if that was caused by others."""
+        timeout_s = longest_attempt_s(self._averaging) + DIAL_S  # it takes longer only if the network thread is blocked
         rounds = self._collaboration.step_rounds
         try:
             step.outcome = self._run(rounds.average(step.contribution), "averaging", timeout_s)
@@ -193,17 +209,17 @@ class BlockingRunClient:
             step.error = clear_tracebacks(error)
 
     def leave_to_background(self, step: GlobalStep) -> None:
-        """Have the network thread make a step."""
+        """Have the network thread make a step, in the background."""
         self._report_at = self._peer.time() + LOOK_S
         self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=MINUTE_S)
 
     def moved(self, step: GlobalStep) -> None:
-        """Tell the network thread the result of a step, unless the peer was closed meanwhile."""
+        """Tell the network thread that a step was made, unless the peer was closed meanwhile."""
         with self._going_on(), suppress(ConfigError):
             self._call("moving on", step.announce, self._collaboration, timeout_s=MINUTE_S)
 
     def moved_elsewhere(self, state: State | None = None) -> None:
-        """Tell the network thread where this peer is, when it begins or has loaded a state."""
+        """Tell the network thread this peer's position, when it begins there, or has loaded a state or a checkpoint."""
         moved, replica = self._collaboration.move_elsewhere, self._replica
         self._call("moving on", moved, replica.position, replica.lineage_samples, state, timeout_s=MINUTE_S)
 
@@ -218,10 +234,10 @@ class BlockingRunClient:
 
     @contextmanager
     def checking(self, state: State) -> Iterator[None]:
-        """Within the block a state is loaded; if it does not fit, its donors are not asked for a while.
+        """Within the block the caller loads a state. If it cannot be used, its donors are not asked again for a while.
 
         Raises:
-            Unavailable: instead of the ``ValueError`` of :meth:`manyhands.optim.step.replica.Replica.restore`.
+            Unavailable: :meth:`manyhands.optim.step.replica.Replica.restore` has raised ``ValueError``.
         """
         try:
             yield
@@ -229,17 +245,21 @@ class BlockingRunClient:
             reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
             for donor in state.donors:
                 self._call("shunning a donor", self._collaboration.tracker.shun, donor, reason)
-            raise Unavailable(f"{reason}; it is not asked again for a while") from error
+            raise Unavailable(f"{reason}; this peer does not ask there again for a while") from error
 
     def missed_steps(self) -> Iterator[MissedStep]:
-        """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
-        collaboration, phase = self._collaboration, "fetching a step since the state was loaded"
+        """The steps that the others have made from this peer's position on, as far as a peer has kept them.
+
+        The caller must replay each step before it asks for the next one.
+        """
+        collaboration = self._collaboration
+        phase = "fetching a step that this peer missed"
         while step := self._run(collaboration.missed_step(), phase, DAY_S):
             yield step
             replica = self._replica
             place = replica.position, replica.lineage_samples, replica.sketch()
             self._call("moving on", collaboration.replayed, *place, timeout_s=MINUTE_S)
-            logger.info("Caught up on a step that the others made meanwhile: step %d", replica.position.step)
+            logger.info("Made a step that this peer had missed: step %d", replica.position.step)
             self._run(collaboration.tracker.look(), phase)
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = STALL_S) -> T:

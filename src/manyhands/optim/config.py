@@ -1,4 +1,4 @@
-"""Periods of the progress records."""
+"""How often the progress records are published and read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ProgressConfig:
         min_refresh_s: shortest time between two reads, and between two publications.
         max_refresh_s: longest time between two reads.
         default_refresh_s: time between two reads while no peer's speed is known.
-        expected_drift_peers: number of newcomers to allow for before the next read; with them the run reaches the
-            target sooner than predicted.
-        expected_drift_rate: the same, as a share of the peers; the larger of the two counts.
-        ttl_s: lifetime of a record after its last renewal; then a dead peer is forgotten.
+        expected_drift_peers: number of newcomers that may join before the next read. They would bring the target
+            nearer than predicted, so records are read as much sooner.
+        expected_drift_rate: the same, as a share of the peers; the larger of the two numbers counts.
+        ttl_s: lifetime of a record. The record of a dead peer counts for that long.
     """
 
     min_refresh_s: float = 0.5

@@ -1,4 +1,4 @@
-"""Tensors beside the parameters that all peers share, such as the running statistics of BatchNorm."""
+"""Tensors that all peers share beside the parameters, such as the running statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from manyhands.base.parameter_spec import bare_names
 from manyhands.optim.flat import flattened
 
 MAX_INTEGER = 1 << 24
-"""Integers up to this are exact in float32, in which they travel."""
+"""The largest integer that is accepted: float32, in which the values are sent, represents all up to it exactly."""
 
 
 class ExtraTensors:
-    """Has all peers agree on tensors with each global step.
+    """Has all peers agree on the values of further tensors with each global step.
 
-    Between two steps each peer changes its own: BatchNorm does so with each batch. With a step all peers get the mean
-    by samples, and integers of the peer with the most samples. The values that were agreed on last are kept apart: they
-    belong to the state of the run, until the next step.
+    Between two steps each peer changes its own tensors: BatchNorm does so with each batch. With a step all peers get
+    the mean of the floating-point values, weighted by samples, and the integers of the peer with the most samples.
+    These *agreed* values are also kept apart from the tensors, as they belong to the state of the run.
 
     Attributes:
-        agreed: the values at the last step, on the host.
-        agreed_floats: those that rounding alone may change, for the comparison with other peers.
-        shapes: of the vector's parts: all floats, then all integers.
+        own: the tensors of the model.
+        agreed: the values that were agreed on with the last step, on the host.
+        agreed_floats: the agreed floating-point tensors, which are compared with those of other peers.
+        shapes: of the two parts in the vector of a step: all floating-point values, then all integers.
     Raises:
-        ConfigError: a tensor cannot be averaged, or two have one name; names it.
+        ConfigError: a tensor cannot be averaged, or two have the same name; names it.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
@@ -37,7 +38,7 @@ class ExtraTensors:
         self.names = [name for name, _ in named]
         for name, tensor in named:
             if self.names.count(name) > 1:
-                raise ConfigError(f"there are two tensors named {name!r}; give each a name of its own")
+                raise ConfigError(f"there are two tensors named {name!r}; give each another name")
             if tensor.dtype not in DTYPES_OF_STATES or tensor.layout != torch.strided or tensor.is_meta:
                 kind = f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
                 raise ConfigError(f"{name} is {kind}, which cannot be averaged; leave it out")
@@ -52,20 +53,20 @@ class ExtraTensors:
         self.shapes = [shape for shape in shapes if math.prod(shape)]
 
     def contribution(self) -> torch.Tensor:
-        """This peer's values as a float32 vector, with the agreed ones where they are not finite."""
+        """This peer's values as a float32 vector; the agreed values take the place of those that are not finite."""
         if not self.own:
             return torch.empty(0)
         own_N, agreed_N = (flattened([those[at] for at in self._in_order]) for those in (self.own, self.agreed))
         return torch.where(own_N.isfinite(), own_N, agreed_N)
 
     def agree(self, mean_N: torch.Tensor) -> None:
-        """Take over the values of a step; :meth:`copy_to_model` has the tensors follow."""
+        """Agree on the averaged values of a step. :meth:`copy_to_model` writes them to the tensors."""
         those = [self.agreed[at] for at in self._in_order]
         for agreed, values in zip(those, torch.split(mean_N, [one.numel() for one in those]), strict=True):
             agreed.copy_(_fitting(values, agreed.dtype).view(agreed.shape))
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Agree on the values of a state, or on one's own after a checkpoint was loaded."""
+        """Agree on given values: those of a loaded state, or this peer's own ones after a checkpoint was loaded."""
         for agreed, value in zip(self.agreed, values, strict=True):
             agreed.copy_(value)
 
@@ -77,7 +78,7 @@ class ExtraTensors:
 
 
 def _fitting(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values that a dtype can hold: what integers become outside their range differs from machine to machine."""
+    """Round and clamp values to what a dtype can hold: out of range, the result would differ between machines."""
     if dtype.is_floating_point:
         return values
     if dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""The gradients of all parameters as one flat vector, and the way back."""
+"""The gradients of all parameters as one flat vector."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import torch
 from manyhands.averaging.codecs import Uncompared
 
 CHECKED_NUMEL = 1 << 20
-"""Values that are checked together, where that needs memory."""
+"""The number of values that are checked together, where the check needs memory."""
 
 
 class GradientLayout:
-    """The layout of gradients in a flat vector: the parameters in order, one number for each of them, extra tensors.
+    """The layout of a vector with the gradients of all parameters in order, a *share* for each, and extra tensors.
 
-    That number is the share of the weight whose loss used the parameter. So all peers agree on which parameters have a
-    gradient at all, as opposed to a gradient of zero.
+    The share of a parameter is the part of the total weight whose loss used the parameter. From it all peers learn
+    which parameters have a gradient at all, as opposed to a gradient of zero.
 
     Attributes:
         num_values: number of gradient values; after them come the shares.
+        numel: number of all values.
+        shapes: of the tensors in the vector, in order.
+        shapes_of_rest: of the shares and the extra tensors.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], shapes_of_extra: Sequence[Sequence[int]] = ()) -> None:
@@ -39,7 +42,7 @@ class GradientLayout:
         return flat_N[self.numel - self._num_extra :]
 
     def views(self, flat_N: torch.Tensor) -> FlatGradients:
-        """A vector with views of its parts."""
+        """Make views of the parts of a vector."""
         *pieces, shares, _ = torch.split(flat_N, [*self._sizes, len(self._sizes), self._num_extra])
         values = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         return FlatGradients(flat_N, values, shares)
@@ -52,9 +55,10 @@ class GradientLayout:
     def installed(
         self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor, others: Sequence[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """Within the block, use a flat vector as the ``.grad`` of all parameters; restore them after it.
+        """Within the block, use a flat vector as the ``.grad`` of the parameters; restore their own ``.grad`` after it.
 
-        A parameter that no sample used gets None, as in plain PyTorch; so do others that are not in the vector.
+        A parameter that no sample used gets None, as in plain PyTorch. So do the ``others``, which are not in the
+        vector.
         """
         before = [(parameter, parameter.grad) for parameter in (*parameters, *others)]
         _, values, shares = self.views(flat_N)
@@ -70,10 +74,10 @@ class GradientLayout:
 
 
 class FlatGradients(NamedTuple):
-    """A flat vector with views of its parts: the values of each parameter, in its shape, and the shares."""
+    """A flat vector with views of its parts."""
 
     flat_N: torch.Tensor
-    values: list[torch.Tensor]
+    values: list[torch.Tensor]  # for each parameter, in its shape
     shares: torch.Tensor
 
 
@@ -91,25 +95,27 @@ def assign_flat(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
 
 @torch.no_grad()
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite as float32; synchronizes with each device once.
+    """Whether all values are finite as float32.
 
-    On the host it adds them up, which reads them once and keeps nothing; elsewhere the largest of each, with one kernel
-    for all of a kind. If the sum is not finite, the tensors are checked one by one.
+    First it adds values up: a finite sum proves that all of them are finite. On the host these are all values, which
+    needs no memory. On other devices they are the largest values of the tensors, which takes one kernel and one
+    synchronization for all tensors of one device and dtype. If the sum is not finite, each tensor is checked.
     """
-    largest, by_kind = 0.0, dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]()
+    total = 0.0
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.is_cpu:
-            largest += tensor.sum(dtype=torch.float32).item()
+            total += tensor.sum(dtype=torch.float32).item()
         elif tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for those in by_kind.values():
-        largest += torch.stack(torch._foreach_norm(those, math.inf)).float().sum().item()  # noqa: SLF001 (one kernel)
-    if math.isfinite(largest):
+    for alike in by_kind.values():
+        total += torch.stack(torch._foreach_norm(alike, math.inf)).float().sum().item()  # noqa: SLF001 (one kernel)
+    if math.isfinite(total):
         return True
     pieces = (piece for tensor in tensors for piece in torch.split(tensor.reshape(-1), CHECKED_NUMEL))
     return all(bool(piece.float().isfinite().all()) for piece in pieces)
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place, as torch counts it: not through ``.data``."""
+    """How often a tensor was written to in place, as torch counts that: without writes through ``.data``."""
     return tensor._version  # noqa: SLF001 (torch has no public name for it)

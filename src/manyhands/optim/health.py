@@ -1,4 +1,4 @@
-"""The health of one peer of a run: whether others can read its records, and its clock."""
+"""The health of one peer of a run: whether others can read its records, it sees other peers, and its clock is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.averaging.timing import RECORD_S, TWO_MINUTES_S
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Consecutive failures to publish; one or two happen on any link."""
+"""Consecutive failures to publish that count as a fault; one or two happen on any link."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +19,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: the last global step that it has made or loaded.
-        publish_failures: consecutive ones, of its progress.
+        publish_failures: consecutive failures to publish its progress.
         alone_s: seconds since another peer of the run was seen; None if one is there.
         last_said_goodbye: whether the last other peer left on purpose.
         clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has answered.
@@ -32,7 +32,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
 
     def faults(self) -> dict[str, str]:
-        """Faults and what to do about each, by the field that shows it."""
+        """The faults, each with what to do about it, by the name of the attribute that shows it."""
         faults = {}
         if self.publish_failures >= MAX_FAILURES:
             faults["publish_failures"] = (
@@ -44,7 +44,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
                 f"no other peer of the run has been seen for {self.alone_s:.0f} s: this one trains alone; if others "
                 "should be there, run manyhands doctor"
             )
-        # at twice the difference its records are refused
+        # a warning at half of the difference at which other peers refuse the records
         if self.clock_offset_s is not None and abs(self.clock_offset_s) >= RECORD_S:
             way = "ahead of" if self.clock_offset_s > 0 else "behind"
             faults["clock_offset_s"] = (
@@ -61,6 +61,7 @@ class HealthLog:
         self._told: set[str] = set()
 
     def tell(self, health: Health) -> None:
+        """Log the faults that are new since the last report."""
         faults = health.faults()
         for field in faults.keys() - self._told:
             is_normal = field == "alone_s" and health.last_said_goodbye

@@ -12,18 +12,19 @@ from manyhands.base.errors import ConfigError
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam whose step for each tensor is as long as the tensor itself, times the learning rate.
+    """Adam with a step for each tensor whose norm is that of the tensor itself, times the learning rate.
 
     With ``m`` and ``v`` the averages of Adam, for each tensor ``x``::
 
         r = m / (sqrt(v) + eps) + weight_decay * x
         x = x - lr * min(norm(x), clamp_value) / norm(r) * r
 
-    The factor is ``lr`` alone where one of the norms is zero.
+    Where one of the norms is zero, the factor of ``r`` is ``lr`` alone.
 
     Args:
-        clamp_value: bound of ``norm(x)``; the paper's upper bound of phi.
-        debias: correct ``m`` and ``v`` for their start from zero, as the paper does; False leaves it to the warm-up.
+        clamp_value: bound of ``norm(x)``: the upper bound of phi in the paper.
+        debias: correct ``m`` and ``v`` for their start from zero, as the paper does; without it, a warm-up of the
+            learning rate should take care of that.
     Raises:
         ConfigError: a value breaks its rule.
     Source: You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.

@@ -36,7 +36,7 @@ from manyhands.runtime.executor import run_to_end
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_POSITIONS = 4  # to try, from the highest
+MAX_POSITIONS = 4  # whose states are tried, from the highest on
 
 
 def load_state_from_peers(peer: Peer, run_id: str, *, into: torch.nn.Module, timeout_s: float = DAY_S) -> LoadedState:
@@ -46,7 +46,8 @@ def load_state_from_peers(peer: Peer, run_id: str, *, into: torch.nn.Module, tim
     what the model does not hold already.
 
     Args:
-        into: a model with the parameters of the run, by name and shape. It may be on a GPU, or of another precision.
+        into: a model whose parameters have the names and shapes of those of the run. It may be on a GPU, or of another
+            precision.
         timeout_s: limit for the download, in seconds.
     Raises:
         ConfigError: this peer's ticket is for another run, or it is banned.
@@ -70,12 +71,13 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             await reader.refresh()
     except Timeout as error:
         raise Unavailable(str(error)) from error
-    parameters, buffers = matching_parameters(model, manifest), _bare(model.named_buffers())
+    parameters = matching_parameters(model, manifest)
+    buffers = _bare(model.named_buffers())
     rest = await run_to_end(facts_of_rest, model, parameters)
     if REST_OF_MODEL in manifest.extra and rest.get(REST_OF_MODEL) != manifest.extra[REST_OF_MODEL]:
         logger.warning(
             "The run trains a part of its model, and the other parameters are not the same here (%s, and %s in the "
-            "run): this is another model than that of the run, unless they differ in precision only",
+            "run). This is not the model of the run, unless these parameters differ in precision only",
             rest.get(REST_OF_MODEL, "none"),
             readable(manifest.extra[REST_OF_MODEL]),
         )
@@ -116,8 +118,8 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     signed = await read_manifest(presence.dht, run_id, presence.signed_manifests().get(run_id, b""))
     if signed is None:
         raise Unavailable(
-            f"nobody trains run {run_id!r}, as far as the {counted(presence.dht.num_known_peers, 'peer')} of this "
-            "network that this one knows can tell; check the run id"
+            f"nobody trains run {run_id!r}: no settings of it were found at the "
+            f"{counted(presence.dht.num_known_peers, 'peer')} of this network that this one knows; check the run id"
         )
     return signed.manifest
 
@@ -132,10 +134,12 @@ def askable(records: Mapping[PeerId, PeerRecord], endpoint: Endpoint) -> dict[Pe
 async def leading_donors(
     records: Mapping[PeerId, PeerRecord], canvass: Canvass, rng: random.Random, trusted: frozenset[PeerId]
 ) -> tuple[Position, list[PeerId]] | None:
-    """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
+    """The position of the run that a peer believes which does not train, and the peers that hold its state.
+
+    None if it has reached none of the peers whose votes it needs.
 
     Args:
-        trusted: of these peers more than half decide, if any of them trains in the run.
+        trusted: the initial peers; see :mod:`manyhands.optim.run.belief`.
     """
     while not (believed := believed_by_a_newcomer(records, trusted, canvass.poll)):
         if not await canvass.brings_news():
@@ -143,7 +147,7 @@ async def leading_donors(
     position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]
     rng.shuffle(donors)
-    donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers need their links themselves
+    donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers last: they need their own links
     return position, donors
 
 
@@ -155,7 +159,7 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
     """
     named, buffers = _bare(model.named_parameters()), _bare(model.named_buffers())
     names = [spec.name for spec in manifest.tensors]
-    if names == [f"parameter {index}" for index in range(len(named))]:  # the trainers' optimizer does not know them
+    if names == [f"parameter {index}" for index in range(len(named))]:  # the trainers' optimizer has no names
         named = dict(zip(names, named.values(), strict=True))
     differences = [f"the model has no tensor {readable(name)}" for name in names if name not in named]
     differences += [
@@ -182,7 +186,7 @@ def _bare(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> State | None:
-    """What the model holds, as the beginning of a state."""
+    """The model's parameters as a state, so that equal ones are not downloaded; None if dtypes differ."""
     if any(str(parameter.dtype) != f"torch.{spec.dtype}" for spec, parameter in zip(specs, parameters, strict=True)):
         return None
     header = StateHeader(Position(0, b""), 0, list(specs), b"", b"")
@@ -190,7 +194,7 @@ def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Paramete
 
 
 def _assign(state: State, targets: Sequence[torch.Tensor | None]) -> str:
-    """Copy a state to tensors of a model, where it has them; returns why not, else nothing."""
+    """Copy a state to the targets that are not None; returns why it cannot be used, empty if it can."""
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
     with torch.no_grad():

@@ -1,11 +1,12 @@
-"""Local steps: each peer trains by itself, and the run averages what that has changed.
+"""Local steps: each peer trains by itself, and from time to time the run averages how its parameters have changed.
 
-The wrapped optimizer is the *inner* one: each batch makes a step with it, on this peer alone. When the run has the
-samples of its target, the peers average their pseudo-gradients, the agreed parameters minus their own, weighted by
-samples. All make the same step with an *outer* optimizer from the agreed parameters, and go on from the result.
+The wrapped optimizer is the *inner* one: with each batch a peer makes a step with it, on its *own* parameters. When the
+peers together have the samples of the target, they average their *pseudo-gradients*, weighted by samples: the *agreed*
+parameters, which all of them share, minus their own. All peers make the same step with an *outer* optimizer on the
+agreed parameters, and continue from the result.
 
-What :class:`manyhands.optim.step.replica.Replica` says of position, state and digest holds for the agreed parameters
-and the outer optimizer here.
+Position, state and digest, as described for :class:`manyhands.optim.step.replica.Replica`, are here those of the agreed
+parameters and the outer optimizer.
 
 Source: Douillard et al., DiLoCo, arXiv:2311.08105; Douillard et al., Streaming DiLoCo, arXiv:2501.18512.
 """
@@ -41,13 +42,14 @@ from manyhands.optim.step.replica import Replica, global_norm, trained_of
 logger = logging.getLogger(__name__)
 
 KEPT_SHARE = 0.5
-"""Of a peer's own parameters, where the average arrives after further inner steps (arXiv:2501.18512, section 3.2)."""
+"""The weight of a peer's own parameters in their mean with the new agreed ones, if it has made inner steps while the
+average was computed (arXiv:2501.18512, section 3.2)."""
 MANY_STEPS = 500
-"""Inner steps from one average to the next, as DiLoCo chose them between traffic and quality."""
+"""The number of inner steps from one average to the next that DiLoCo chose as a compromise of traffic and quality."""
 OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
 AGREED = "agreed"
-"""Key of the agreed parameters in a checkpoint, where the model has others."""
+"""Key, in a checkpoint, of those agreed parameters that differ from the model's."""
 
 
 def nesterov(params: Any) -> torch.optim.Optimizer:
@@ -59,16 +61,16 @@ def nesterov(params: Any) -> torch.optim.Optimizer:
 class LocalSteps:
     """Makes a peer train by itself, and average with the others once in ``target_batch_size`` samples of the run.
 
-    How many inner steps it makes between two averages follows from the target, the number of peers and their batches.
+    The number of inner steps between two averages follows from the target, the number of peers and their batches.
 
     Attributes:
-        outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. By default
-            ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` is that of DiLoCo, for hundreds of
-            inner steps between two averages and hundreds of averages.
+        outer: makes the outer optimizer, which steps with the averaged change, from a list of parameter groups. The
+            default is ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` makes that of DiLoCo,
+            for runs with hundreds of averages and hundreds of inner steps between two of them.
         fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
             peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
         overlap_steps: number of inner steps that this peer may make while an average is computed.
-        sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
+        sparse: send only the largest changes; the others are kept and added to the next changes (SparseLoCo).
     Raises:
         ConfigError: a value cannot be used.
     """
@@ -79,19 +81,21 @@ class LocalSteps:
     sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
-        for name, number, least, example in (("fragments", self.fragments, 1, 4),
-                                             ("overlap_steps", self.overlap_steps, 0, 5)):  # fmt: skip
-            object.__setattr__(self, name, whole(name, number, least=least, example=example))
+        fragments = whole("fragments", self.fragments, least=1, example=4)
+        overlap_steps = whole("overlap_steps", self.overlap_steps, least=0, example=5)
+        object.__setattr__(self, "fragments", fragments)
+        object.__setattr__(self, "overlap_steps", overlap_steps)
         if self.sparse is not None and not isinstance(self.sparse, Sparse):
             raise ConfigError(f"sparse={self.sparse!r} must be made by manyhands.Sparse; for example Sparse(top=64)")
         if self.outer is not None:
             _check_outer(self.outer)
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
+        """Make the outer optimizer of these parameter groups."""
         return self.outer(params) if self.outer is not None else torch.optim.SGD(params, lr=1.0)
 
     def averaging(self, config: AveragingConfig) -> AveragingConfig:
-        """The configuration of the rounds, with the encoding of sparse changes; ``ConfigError`` if it has another."""
+        """The configuration of the rounds with the codec of sparse changes; ``ConfigError`` if it has another codec."""
         if self.sparse is None:
             return config
         if config.codec != AveragingConfig.codec:
@@ -100,7 +104,11 @@ class LocalSteps:
         return replace(config, codec=self.sparse.setting)
 
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
-        """What must be equal on all peers of a run, with the outer optimizer that was made."""
+        """These settings as facts of the manifest, which must be equal on all peers of a run.
+
+        Args:
+            outer: the outer optimizer that was made.
+        """
         groups = [
             ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
             for options in hyper_parameters_of(outer.param_groups)
@@ -111,18 +119,21 @@ class LocalSteps:
 
 
 class LocalReplica(Replica):
-    """The agreed parameters with their outer optimizer, and this peer's own parameters with the inner one.
+    """The agreed parameters with the outer optimizer, and this peer's own parameters with the inner one.
 
     Args:
         scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
         max_grad_norm: bound of the norm of each batch's gradient.
         offload: keep the inner optimizer's parameters and statistics on the host.
+    Attributes:
+        inner: the inner optimizer.
+        own: this peer's own parameters, in the order of the groups.
     Raises:
         ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
     """
 
     norm_grows = True
-    can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
+    can_replay = False  # a newcomer also needs the inner optimizer's statistics, which only a state has
 
     def __init__(
         self,
@@ -135,7 +146,8 @@ class LocalReplica(Replica):
         extra: ExtraTensors | None = None,
     ) -> None:
         self.inner = inner
-        self.num_fragments, self.overlap_steps = local_steps.fragments, local_steps.overlap_steps
+        self.num_fragments = local_steps.fragments
+        self.overlap_steps = local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
         of_model, model_parameters = parameters_of(inner), trained_of(inner)
         if self.num_fragments > len(model_parameters):
@@ -146,8 +158,10 @@ class LocalReplica(Replica):
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
-        self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
-        self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
+        self.wrapped = inner
+        self.model_parameters = model_parameters
+        self.options = options_of(inner.param_groups)
+        self.host_copy = HostCopy(inner) if offload else None
         self.own = trained_of(inner)
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
         self._fragments = list[_Fragment]()
@@ -170,15 +184,15 @@ class LocalReplica(Replica):
     def shapes(self) -> Sequence[Sequence[int]]:
         if not self._is_sparse:
             return super().shapes
-        _, layout = self.step_parameters  # one tensor, whose chunks may lie across parameters
+        _, layout = self.step_parameters  # all values are one tensor, so that chunks may lie across parameters
         return [(layout.num_values, 1), *layout.shapes_of_rest]
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:
-            super()._advance_schedule(has_stepped=False)  # this peer may have made no inner step
+            super()._advance_schedule(has_stepped=False)  # False, as this peer may have made no inner step
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
-        return self._agreed_options  # the schedule is of the inner optimizer
+        return self._agreed_options  # they do not change: the schedule is that of the inner optimizer
 
     def capture(self) -> State:
         return self._capture(self.inner)
@@ -188,9 +202,9 @@ class LocalReplica(Replica):
             self._begin_capture(self.inner)
 
     def _restore(self, state: State) -> None:
-        """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
+        """Load another peer's state. This peer's own parameters keep their difference from the agreed ones.
 
-        The inner statistics are taken from the donor if this peer has made no step yet.
+        The statistics of the inner optimizer are taken from the donor if this peer has made no inner step yet.
         """
         outer, inner = split_inner(state, specs_of(self.inner), len(self.extra_specs))
         options = self._agreed_inner_options if self._schedule is None else self._schedule.options_in(outer)
@@ -202,13 +216,16 @@ class LocalReplica(Replica):
         super()._restore(outer)
         with torch.no_grad():
             for own, agreed, was, is_ahead in zip(self.own, self._parameters, before, has_steps, strict=True):
-                own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
+                if is_ahead:
+                    own.add_((agreed - was).to(own))
+                else:
+                    own.copy_(agreed)
         if inner is not None:
             take_options(inner, self.inner)
         if inner is not None and is_new:
             try:
                 restore(inner, self.inner)
-            except ValueError as error:  # of a kind of optimizer that cannot be tried on a copy
+            except ValueError as error:  # :func:`fault_of` cannot try some kinds of optimizers on a copy
                 logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
         self._show()
@@ -216,25 +233,27 @@ class LocalReplica(Replica):
     # for the training thread
 
     def step_inner(self, grad_scale: float) -> None:
-        """Make an inner step with the current ``.grad``, which are divided by the scale and clipped in place."""
+        """Make an inner step with the current ``.grad``, which is divided by the scale and clipped in place."""
         gradients = [parameter.grad for parameter in self.model_parameters if parameter.grad is not None]
         if grad_scale != 1.0:
             for gradient in gradients:
                 gradient.div_(grad_scale)
-        if (most := self._max_inner_norm) is not None and (norm := global_norm(_values_of(gradients))) > most:
-            for gradient in gradients:
-                gradient.mul_(most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does, for dense ones
+        if self._max_inner_norm is not None:
+            norm = global_norm(_values_of(gradients))
+            if norm > self._max_inner_norm:
+                for gradient in gradients:
+                    gradient.mul_(self._max_inner_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         with self._lock:
             if self.host_copy is not None:
                 for parameter, own in zip(self.model_parameters, self.own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
-            self.options = options_of(self.inner.param_groups)  # some keep numbers of their own there
+            self.options = options_of(self.inner.param_groups)  # some optimizers keep changing numbers there
         self._show()
 
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
-        """The agreed parameters of the next step minus this peer's own, in ``flat_N`` if that has the size."""
+        """The pseudo-gradient of the next step, in the memory of ``flat_N`` if that has its size."""
         fragment = self._fragments[self.part]
         if flat_N is None or flat_N.numel() != fragment.layout.numel:
             flat_N = torch.empty(fragment.layout.numel)
@@ -247,10 +266,18 @@ class LocalReplica(Replica):
 
     @torch.no_grad()
     def follow(self, number: int, kept_share: float = 0.0) -> None:
-        """Move this peer's own parameters of a fragment to the agreed ones, but for a share of the way."""
+        """Set this peer's own parameters of a fragment to the agreed ones, or to a mean of both.
+
+        Args:
+            number: of the fragment.
+            kept_share: weight of this peer's own parameters in the mean.
+        """
         own_ones, agreed_ones, _ = self._fragments[number]
         for own, agreed in zip(own_ones, agreed_ones, strict=True):
-            own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
+            if kept_share == 0:
+                own.copy_(agreed)
+            else:
+                own.lerp_(agreed.to(own), 1 - kept_share)
         self._show()
 
     @torch.no_grad()
@@ -262,14 +289,14 @@ class LocalReplica(Replica):
         self._show()
 
     def forget_inner(self) -> None:
-        """Begin with new statistics of the inner optimizer."""
+        """Drop the statistics of the inner optimizer."""
         with self._lock:
             self.inner.state.clear()
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
         own = [parameter.detach().clone() for parameter in self.model_parameters]
-        try:  # an interrupt may come between two parameters
+        try:  # an interrupt may come while parameters are copied
             _copy(self._parameters, self.model_parameters)
             self.writes.note()
             yield
@@ -282,7 +309,10 @@ class LocalReplica(Replica):
         return self.writes.are_foreign
 
     def take_over(self, *, is_ahead: bool = False) -> None:
-        """Without steps of its own to average, this peer agrees on what was written: it is no change of its own."""
+        """See :meth:`Replica.take_over`. Unless this peer is ahead, the written values also become the agreed ones.
+
+        Otherwise the next average would take them for a change by this peer's training.
+        """
         if not self.writes.are_foreign:
             return
         super().take_over()
@@ -299,7 +329,7 @@ class LocalReplica(Replica):
         pairs = zip(self.model_parameters, self._parameters, strict=True)
         agreed = {f"{i}": value for i, (own, value) in enumerate(pairs) if not torch.equal(own.to(value), value)}
         place = super().place() | {OUTER: self.optimizer.state_dict()}
-        place.pop("parameters", None)  # this peer's own ones become the agreed ones when the checkpoint is loaded
+        place.pop("parameters", None)  # not needed: a load sets this peer's own parameters to the agreed ones
         return place | ({AGREED: agreed} if agreed else {})
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
@@ -315,32 +345,35 @@ class LocalReplica(Replica):
         super()._load(outer, place)
         self._load_optimizer(self.inner, state_dict, place)
         if not is_here and self.has_modes:
-            self.inner.train()  # type: ignore[attr-defined]  # the agreed parameters are those to train
-            if place is None:  # else it has those
+            self.inner.train()  # type: ignore[attr-defined]  # the agreed parameters are those of train mode
+            if place is None:  # a checkpoint of plain torch may have had those of eval mode
                 _copy(self.own, self._parameters)
         self.options = options_of(self.inner.param_groups)
 
 
 class _Fragment(NamedTuple):
+    """A part of the parameters, which are averaged together."""
+
     own: list[torch.Tensor]
     agreed: list[torch.Tensor]
     layout: GradientLayout
 
 
 class InnerSteps(Accumulator):
-    """Makes this peer's inner steps, and counts the samples behind the difference in the model that they make."""
+    """Makes this peer's inner steps, and counts the samples behind its difference from the agreed parameters."""
 
     def __init__(self, replica: LocalReplica) -> None:
         super().__init__()
         self._replica = replica
-        self._spare_N: torch.Tensor | None = None
-        self._num_steps = 0
-        self._frozen_at = self._averaged_at = 0  # inner steps at the last contribution, and the last that was averaged
-        self._out: tuple[int, float] | None = None  # the fragment of a contribution, and the weight behind it
-        self._must_end_at = 0  # inner steps after which the average is waited for
-        self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
+        self._spare_N: torch.Tensor | None = None  # memory for a contribution
+        self._num_steps = 0  # inner steps so far
+        self._frozen_at = 0  # their number at the last contribution
+        self._averaged_at = 0  # their number at the last contribution that was averaged
+        self._out: tuple[int, float] | None = None  # the fragment and weight of a contribution, until its step ends
+        self._must_end_at = 0  # the number of inner steps at which this peer waits for the average
+        self._weights = [0.0] * replica.num_fragments  # of the samples behind the difference in each fragment
         self._num_between = 0  # inner steps from one average of a fragment to the next
-        self._has_told: set[str] = set()
+        self._has_told: set[str] = set()  # the kinds of advice that were given
 
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         weight = float(samples) if weight is None else weight
@@ -355,7 +388,9 @@ class InnerSteps(Accumulator):
         return True
 
     def fault(self) -> str:
-        if self._out is not None or are_finite(self._replica.own):  # what is out is found out when it has ended
+        if self._out is not None:  # checked when the step of that contribution has ended
+            return ""
+        if are_finite(self._replica.own):
             return ""
         self._replica.forget_inner()
         return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
@@ -364,12 +399,13 @@ class InnerSteps(Accumulator):
         replica, fragment = self._replica, self._replica.part
         mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
         self._out = fragment, self._weights[fragment]
-        weight = self._weights[fragment] / replica.num_fragments  # so those of all steps add up to the samples
+        weight = self._weights[fragment] / replica.num_fragments  # a sample counts in a step of each fragment
         refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
-        num_steps, overlap_steps = self._num_steps - self._averaged_at, replica.overlap_steps
+        num_steps = self._num_steps - self._averaged_at
+        overlap_steps = replica.overlap_steps
         if overlap_steps > num_steps > 0 and self._averaged_at and "overlap" not in self._has_told:
-            self._has_told.add("overlap")  # not by a newcomer, which has made a part of them
+            self._has_told.add("overlap")  # but not before the first average, as a newcomer makes only some of them
             logger.warning("overlap_steps=%d is cut to %d, the inner steps from one average to the next",
                            overlap_steps, num_steps)  # fmt: skip
         self._must_end_at = self._num_steps + max(min(overlap_steps, num_steps), 1)
@@ -379,7 +415,7 @@ class InnerSteps(Accumulator):
         return contribution
 
     def advice(self) -> str:
-        """What so many inner steps before an average with other peers mean, once; mostly empty."""
+        """A warning, once, if there are many inner steps from one average with other peers to the next; else empty."""
         if self._num_between <= MANY_STEPS or "many" in self._has_told:
             return ""
         self._has_told.add("many")
@@ -396,19 +432,22 @@ class InnerSteps(Accumulator):
 
     @property
     def must_wait(self) -> bool:
-        """Whether the average that is computed in the background has to be there before the next inner step."""
+        """Whether the next inner step must wait for the average that is computed in the background."""
         return self._num_steps >= self._must_end_at
 
     def take_back(self, contribution: Contribution) -> None:
         self._out = None
-        if contribution.refill is None:  # else a round that was broken off may still write to it
+        if contribution.refill is None:  # with one, a round that was interrupted may still write to the vector
             self._spare_N = contribution.mean_N
         if contribution.samples:
             self._count(contribution.samples, contribution.since_step)
             self.was_out = True
 
     def carry(self, contribution: Contribution) -> None:
-        """Move to the agreed parameters, and keep what was left out: half of it after further inner steps."""
+        """Move this peer's own parameters to the agreed ones, and keep the difference that was left out.
+
+        After further inner steps, only half of the difference is kept.
+        """
         assert self._out is not None
         if self._num_steps == self._frozen_at:
             self._replica.differ_by(self._out[0], contribution.mean_N)
@@ -418,7 +457,7 @@ class InnerSteps(Accumulator):
         self.take_back(contribution)
 
     def release(self, contribution: Contribution, *, is_free: bool) -> None:
-        """Move to the agreed parameters after a step; half of the way if inner steps were made meanwhile."""
+        """Move this peer's own parameters to the agreed ones; half of the way if it has made inner steps meanwhile."""
         assert self._out is not None
         fragment, weight = self._out
         self._replica.follow(fragment, KEPT_SHARE if self._num_steps != self._frozen_at else 0.0)
@@ -461,13 +500,14 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
 
 
 def _values_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Their values; of a sparse gradient the stored ones."""
+    """The values of gradients; of a sparse one, the stored values."""
     return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _fragments_of(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
-    """Divide tensors over fragments of about equal size: the largest first, each to the smallest fragment so far."""
-    totals, members = [0] * num_fragments, [list[int]() for _ in range(num_fragments)]
+    """Divide tensors into fragments of about equal size: the largest first, each into the smallest fragment so far."""
+    totals = [0] * num_fragments
+    members = [list[int]() for _ in range(num_fragments)]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         smallest = min(range(num_fragments), key=lambda fragment: (totals[fragment], len(members[fragment])))
         totals[smallest] += sizes[index]

@@ -1,4 +1,4 @@
-"""The settings that all peers of a run must share, signed by its peers."""
+"""The run manifest: the settings that all peers of a run must share. Each peer signs and publishes it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "manyhands/1"
-MANIFEST_KIND = "manifest"  # of the DHT keys
-MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
+MANIFEST_KIND = "manifest"  # the last part of the DHT keys of manifests
+MAX_BYTES = 256 << 10  # of a manifest before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
-DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most
-OPTION_NAMES = {"lr": "learning_rate"}  # those with a longer name on the command line
+DECODED_IN_A_TURN = 8  # manifests, of at most 1 ms each, before the event loop runs other tasks
+OPTION_NAMES = {"lr": "learning_rate"}  # options that have another name on the command line
 REST_OF_MODEL = "parameters outside the optimizer"
-"""Key of the fact what a model has beside the parameters of its optimizer."""
+"""The fact of the manifest that has the digest of the model's rest; see :mod:`manyhands.optim.rest_of_model`."""
 MAX_DIFFERENT = 64
-"""Manifests with different content that are decoded: strangers may publish thousands. A run has one."""
+"""The largest number of different manifests that are decoded. A run has one, but strangers may publish thousands."""
 SHOWN_SIGNERS = 3
 SHOWN_DIFFERENCES = 5
 SHOWN_DIGITS = 16  # of a fingerprint
-SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen
+SHOWN_CHARACTERS = 1000  # of one value in a difference, so that values of other peers fit on a screen
 
 
 class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,7 +79,7 @@ def described_schedule(scheduler: Any) -> str:
     state, parts = scheduler.state_dict(), []
     for name in sorted(state):
         value = sorted(state[name].elements()) if isinstance(state[name], Counter) else state[name]
-        # what changes, or is in the hyper-parameters already, is left out
+        # left out: values that change with the steps, and those that are in the hyper-parameters already
         if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and is_serializable(value):
             parts.append(f"{name}={value}")
     if "_milestones" in state:
@@ -89,7 +89,7 @@ def described_schedule(scheduler: Any) -> str:
 
 
 def differences(own: RunManifest, run: RunManifest) -> list[str]:
-    """Differences between a peer's settings and those of the run, one line each; one for all of its tensors."""
+    """The differences between a peer's settings and those of the run: a line for each, and one for all tensors."""
     lines = []
     for name in ("protocol", "target_batch_size", "optimizer", "scheduler", "codec", "frozen"):
         here, there = getattr(own, name), getattr(run, name)
@@ -102,13 +102,13 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
     ]
     if own.extra.get(REST_OF_MODEL) != run.extra.get(REST_OF_MODEL):
         lines.append("give Optimizer(..., model=model) on all peers, with the same base in the same precision")
-    if own.optimizer == run.optimizer:  # another kind has other options
+    if own.optimizer == run.optimizer:  # options of different kinds of optimizers cannot be compared
         lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
     if own.extra_tensors != run.extra_tensors:
         here, there = ([spec.name for spec in manifest.extra_tensors] for manifest in (own, run))
         lines.append(f"buffers and extra_tensors are {_shown(here)} here, {_shown(there)} in the run")
-    lines = list(dict.fromkeys(lines))  # several parameter groups may differ alike, or facts repeat a line
+    lines = list(dict.fromkeys(lines))  # several parameter groups may give the same line, and so may facts
     if len(lines) > SHOWN_DIFFERENCES:
         lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]
     return lines
@@ -147,13 +147,13 @@ def _shown(value: object) -> str:
 
 @dataclass(eq=False)
 class ManifestKeeper:
-    """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
+    """Compares this peer's manifest with that of the run at join, and then keeps it alive in the DHT.
 
     Args:
-        may_begin: called before a run is begun that no other peer has signed; raises if this peer must not.
+        may_begin: called if no other peer has signed a manifest of the run; raises if this peer must not begin the run.
         expected: as for :func:`read_manifest`.
     Raises:
-        ConfigError: the manifest is too long for others to read.
+        ConfigError: the manifest is too long for other peers to read.
     """
 
     dht: DhtNode
@@ -173,7 +173,7 @@ class ManifestKeeper:
             )
 
     async def agree(self) -> bool:
-        """Join the run, or begin it; returns whether no other peer had signed its settings before.
+        """Join the run, or begin it; returns whether no other peer had signed a manifest of the run before.
 
         Raises:
             ManifestMismatch: this peer's settings differ from those of the run; names both.
@@ -183,7 +183,7 @@ class ManifestKeeper:
             await self.may_begin()
         await self._publish()
         try:
-            await self._compare()  # of two that begin at once, both see both
+            await self._compare()  # again: if two peers begin the run at once, both see both manifests now
         except ManifestMismatch:
             await self._withdraw()
             raise
@@ -196,7 +196,11 @@ class ManifestKeeper:
         await self._withdraw()
 
     async def _compare(self) -> bool:
-        """Whether another peer has signed a manifest; this peer's is equal to it, and the one that the owner signed."""
+        """Check this peer's manifest against those of the run and its owner; returns whether another peer signed one.
+
+        Raises:
+            ManifestMismatch: it differs from one of them.
+        """
         run_id, own = self.manifest.run_id, self.manifest.fingerprint()
         run = await read_manifest(self.dht, run_id, self.expected)
         if run is not None and run.manifest.fingerprint() != own:
@@ -226,13 +230,15 @@ class ManifestKeeper:
             await asyncio.sleep(MINUTE_S)
             try:
                 await self._publish()
-                if not (self.expected or self._are_others_told):  # what its owner signed is the run
+                if not (
+                    self.expected or self._are_others_told
+                ):  # with an owner, only the manifest that it signed counts
                     await self._look_for_others()
             except ManyhandsError as error:
                 logger.warning("the run manifest was not renewed: %s", error)
 
     async def _look_for_others(self) -> None:
-        """Warn once if another swarm of the same name, with other settings, has met this one."""
+        """Warn once if other peers train a run of the same name with other settings."""
         run_id = self.manifest.run_id
         for manifest, signers in await read_manifests(self.dht, run_id):
             if manifest.fingerprint() != self.manifest.fingerprint():
@@ -259,7 +265,11 @@ class SignedManifest(NamedTuple):
 
 
 def different_settings(one: RunManifest, other: RunManifest, here: str, there: str) -> str:
-    """What differs between two manifests of one run, and where each value is."""
+    """The differences between two manifests of one run, in words.
+
+    Args:
+        here, there: where each of them is, for the text.
+    """
     lines = differences(one, other)
     return "; ".join(line.replace(" here", f" {here}").replace(" in the run", f" {there}") for line in lines)
 
@@ -269,20 +279,20 @@ def _some(peer_ids: Sequence[PeerId]) -> str:
 
 
 async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
-    """The manifest that most peers signed, or None; arguments and errors are those of :func:`read_manifests`."""
+    """The manifest that most peers signed, or None. For arguments and errors see :func:`read_manifests`."""
     found = await read_manifests(dht, run_id, expected)
     return found[0] if found else None
 
 
 async def read_manifests(dht: DhtNode, run_id: str, expected: bytes = b"") -> list[SignedManifest]:
-    """The manifest that most peers signed, and the next one if there are several; unreadable ones are skipped.
+    """The manifest that most peers signed, and that with the second most signers, if there is one.
 
-    Strangers may publish many, so they are decoded one at a time: first the different ones, for their fingerprints,
-    then those that are returned.
+    Unreadable manifests are skipped. As strangers may publish many, only one decoded manifest is in memory at a time:
+    first each is decoded for its fingerprint, and then those that are returned are decoded again.
 
     Args:
-        expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then. Without it, only
-            the :data:`MAX_DIFFERENT` that most peers signed are looked at.
+        expected: the run's fingerprint, or the beginning of it, from a ticket. Then no other manifest counts. Without
+            it, only the :data:`MAX_DIFFERENT` that most peers signed are read.
     Raises:
         Unavailable: the DHT does not answer.
     """
@@ -308,7 +318,7 @@ async def read_manifests(dht: DhtNode, run_id: str, expected: bytes = b"") -> li
 
 
 def by_signers(signers: Mapping[bytes, Sequence[PeerId]]) -> list[bytes]:
-    """The fingerprints, the one that most peers signed first; of equally many, that of the lowest peer id."""
+    """The fingerprints by number of signers, the largest first; of equal ones, that with the lowest peer id first."""
     return sorted(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
 
 
@@ -318,7 +328,7 @@ def _decode(value: bytes, run_id: str) -> RunManifest:
     if not decompressor.eof:
         raise ValueError(f"it is longer than {MAX_BYTES} bytes, or cut off")
     manifest = msgspec.msgpack.decode(raw, type=RunManifest)
-    # else a fingerprint could not be taken of them: they nest without end, say, or have numbers for names
+    # values that nest too deeply, say, or have numbers as names, could not be encoded again for a fingerprint
     if len(msgspec.msgpack.encode(manifest.hyper_parameters)) > MAX_HYPER_PARAMETERS_BYTES:
         raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
     if not is_serializable(manifest.hyper_parameters):

@@ -1,7 +1,8 @@
-"""What peers publish for monitors: metrics of steps, and about themselves a name, counts and lists of the last steps.
+"""The records that peers publish for monitors: metrics of global steps, and an account of each peer.
 
-The list of a step says which peers contributed how many samples. All members of a round hold the same manifest, so they
-publish the same list, and a monitor believes what most of them say (:mod:`manyhands.monitor.credit`). Imports no torch.
+An account has the peer's name, its counts, and a list of contributors for each of its last steps: which peers
+contributed how many samples. All members of a round have the same manifest, so they publish the same list, and a
+monitor believes the list that most of them publish (:mod:`manyhands.monitor.credit`). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,30 +29,35 @@ from manyhands.dht import DhtNode
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-MAX_NAME = 32
-MAX_FAILURE = 200
+MAX_NAME = 32  # characters
+MAX_FAILURE = 200  # characters
 MAX_LEARNING_RATE = 1e6
 NUM_STEPS = 8
-"""Committed steps in a record: a monitor that looks every few seconds misses none."""
-SHARE_BYTES = SHORT_ID_BYTES + 4
+"""Number of the last committed steps in a record, so that a monitor that reads it every few seconds misses none."""
+SHARE_BYTES = SHORT_ID_BYTES + 4  # size of one contributor in a list
 MAX_SAMPLES = 2**32 - 1
-"""The most samples of one peer in a step that are counted."""
+"""The largest number of samples of one peer in a step that a list can have."""
 DIGEST_BYTES = 16
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
-"""Without the digit before the point, as a fraction of 2^64."""
+"""The fractional part of the golden ratio, times 2^64."""
 NUM_LISTING = 16
-"""Contributors to a round that publish its list; the others only publish its digest, so that a key of the DHT has room
-for the records of thousands of peers."""
+"""Number of contributors to a step that publish its list. The others publish only its digest, so that a key of the DHT
+has room for the records of thousands of peers."""
 MAX_LISTS_BYTES = 48_000
-"""Of all lists in a record together; a value of the DHT has at most 64 KiB."""
+"""The largest size of all lists in a record together; a value of the DHT has at most 64 KiB."""
 
 Unit = Literal["samples", "tokens", "items"]
-"""What weights count: items are what only the program knows."""
+"""The unit of the weights; "items" if only the program knows it."""
 ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_length=SHORT_ID_BYTES)]
 
 
 class MetricsRecord(msgspec.Struct, frozen=True):
-    """One peer's share in the global step ``step``; ``loss`` is the sum of the losses of its micro-batches."""
+    """One peer's share in the global step ``step``.
+
+    Attributes:
+        loss: sum of the losses of its micro-batches.
+        mini_steps: number of its micro-batches.
+    """
 
     step: Count
     samples_per_second: float
@@ -68,7 +74,7 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
     """An evaluator's metrics of the model at one global step, on held-out text.
 
     Attributes:
-        loss: mean over the samples, masked language modelling (``mlm``) and sentence order (``sop``) together.
+        loss: mean over the samples, of masked language modelling (``mlm``) and sentence order (``sop``) together.
     """
 
     step: Count
@@ -88,22 +94,30 @@ def alone_seal(before: bytes, peer_id: PeerId) -> bytes:
 
 
 def alone_lineage(before: bytes, peer_id: PeerId, roster: bytes) -> bytes:
-    """The lineage after such a step, which led to a roster with this digest."""
+    """The lineage after a step that a peer has made alone.
+
+    Args:
+        before: the lineage before it.
+        roster: digest of the roster after it.
+    """
     return lineage_with(alone_seal(before, peer_id), roster)
 
 
 def short_lineage(lineage: bytes) -> bytes:
+    """The beginning of a lineage, filled up with zeros."""
     return lineage[:SHORT_ID_BYTES].ljust(SHORT_ID_BYTES, b"\0")
 
 
 class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A global step that a peer has made, and who contributed to it.
+    """A global step that a peer has made, and the list of its contributors.
 
     Attributes:
-        step: number of global steps after it; it led from the lineage ``before`` to ``after``.
-        is_grid: the list is that of one group of a grid; there are others.
-        digest: of all this and the list.
-        shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
+        step: number of global steps after it.
+        before: the lineage from which it led.
+        after: the beginning of the lineage to which it led.
+        is_grid: the list is that of one group of a grid, and other groups have other lists.
+        digest: of the fields above and the list.
+        shares: the list: short ids and samples of the contributors, packed; empty if other peers publish it.
         roster: digest of the roster after a step that this peer has made alone; else empty.
     """
 
@@ -120,11 +134,11 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"a list has {SHARE_BYTES} bytes for each contributor")
 
     def is_proven_alone(self, peer_id: PeerId) -> bool:
-        """Whether the lineage shows that this peer has made the step alone; see :func:`alone_lineage`."""
+        """Whether the lineage proves that this peer has made the step alone; see :func:`alone_lineage`."""
         return self.after == short_lineage(alone_lineage(self.before, peer_id, self.roster))
 
     def has_true_digest(self) -> bool:
-        """Whether the digest is that of the list, which must be in order and name each peer once."""
+        """Whether the digest is that of the list, and the list is in order and names each peer once."""
         ids = [self.shares[at : at + SHORT_ID_BYTES] for at in range(0, len(self.shares), SHARE_BYTES)]
         is_ordered = all(one < other for one, other in itertools.pairwise(ids))
         return is_ordered and self.digest == digest_of_step(
@@ -133,12 +147,13 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def digest_of_step(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
+    """The digest of a :class:`CommittedStep`."""
     head = struct.pack(">Q?", step, is_grid)
     return hashlib.sha256(head + before + after + shares).digest()[:DIGEST_BYTES]
 
 
 def packed(shares: Mapping[bytes, int]) -> bytes:
-    """A list of short ids and samples as bytes, in the order of the ids."""
+    """Encode the samples of each contributor, by short id, as bytes; in the order of the ids."""
     return b"".join(peer + struct.pack(">I", samples) for peer, samples in sorted(shares.items()))
 
 
@@ -148,18 +163,19 @@ def unpacked(shares: bytes) -> dict[bytes, int]:
 
 
 class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer publishes about itself, under its own signature, after each global step.
+    """The account of a peer: it publishes it about itself, under its own signature, after each global step.
+
+    The counts not described here are those of :class:`manyhands.optim.step.global_step.Statistics`.
 
     Attributes:
-        name: chosen by its owner; empty without one.
-        step: the last global step that it has made or loaded.
+        name: chosen by the peer's owner; empty without one.
+        step: the last global step that the peer has made or loaded.
         learning_rate: of its next step; None if unknown or out of bounds.
         bytes_sent: over the network since the global step before.
-        failed_step, failure: the global step in which its samples did not count at once, and why; empty if all did.
-        unit: of its weights in ``steps``; None before its first batch.
-        steps: the last ones, in order.
-
-    The counts are those of :class:`manyhands.optim.step.global_step.Statistics`.
+        failed_step: the last global step in which its samples did not count at once; 0 if they always did.
+        failure: why they did not; empty if they always did.
+        unit: of the weights in ``steps``; None before its first batch.
+        steps: its last committed steps, in order.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
@@ -199,6 +215,7 @@ _SUFFIXES: dict[type[msgspec.Struct], str] = {
 
 
 def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
+    """The DHT key of a run's records of one kind."""
     return f"{run_id}.{_SUFFIXES[kind]}"
 
 
@@ -209,7 +226,7 @@ async def publish_metrics(
     record: MetricsRecord | HeldoutRecord | AccountRecord,
     ttl_s: float = METRICS_S,
 ) -> None:
-    """Publish this peer's metrics or account; errors are only logged, since nothing depends on them."""
+    """Publish this peer's metrics or account. Errors are only logged, as training does not depend on these records."""
     key = metrics_key(run_id, type(record))
     try:
         await dht.store(key, msgspec.to_builtins(record, builtin_types=(bytes,)), ttl_s, subkey=own_id)
@@ -218,12 +235,14 @@ async def publish_metrics(
 
 
 async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[PeerId, R]:
-    """The last metrics of one kind of each peer; unreadable ones are skipped.
+    """The last record of one kind of each peer; unreadable ones are skipped.
 
     Raises:
         Unavailable: the DHT does not answer.
     """
-    records, key, decoder = {}, metrics_key(run_id, kind), msgspec.msgpack.Decoder(kind)
+    records = {}
+    key = metrics_key(run_id, kind)
+    decoder = msgspec.msgpack.Decoder(kind)
     for subkey, stored in (await dht.get(key)).items():
         if stored.owner != subkey:
             continue
@@ -235,7 +254,7 @@ async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[Peer
 
 
 def checked_name(name: str) -> str:
-    """The name under which a peer is shown; raises ``ConfigError`` if it is empty, too long or cannot be shown."""
+    """Return the name under which a peer is shown; raise ``ConfigError`` if it is empty, too long or not printable."""
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise ConfigError(
             f"name {name[:40]!r} cannot be used; it must have 1 to {MAX_NAME} printable characters and no space at "
@@ -255,8 +274,9 @@ class RecentSteps:
     """The last global steps that a peer has made, for its :class:`AccountRecord`.
 
     Args:
-        num_fragments: of local steps. Each sample counts in so many steps, in each with this part of its weight; sums
-            are rounded up in some steps and down in others, so that those of many steps are right.
+        num_fragments: of local steps. Each sample counts in so many steps, in each with an equal part of its weight.
+            The sums of a step are rounded up in some steps and down in others, so that totals over many steps are
+            right.
     """
 
     def __init__(self, own_id: PeerId, num_fragments: int = 1) -> None:
@@ -273,19 +293,24 @@ class RecentSteps:
         is_grid: bool = False,
         roster: bytes = b"",
     ) -> None:
-        """A step was made.
+        """Add a step that was made.
 
         Args:
-            shares: the weight of each contributor, of none if the parameters are unchanged.
-            roster: digest of the roster that it led to, if this peer has made it alone.
+            left: the position before it.
+            reached: the position after it.
+            shares: the weight of each contributor; empty if the step left the parameters unchanged.
+            roster: digest of the roster after the step, if this peer has made it alone.
         """
         parts = self._num_fragments
-        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
+        # what is added before rounding down: from 0 to parts - 1, each equally often over any series of steps
+        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64
         counted = {
             short_id(peer_id): min((round(weight * parts) + added) // parts, MAX_SAMPLES)
             for peer_id, weight in shares.items()
         }
-        lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
+        lists = packed(counted)
+        before = left.lineage
+        after = short_lineage(reached.lineage)
         digest = digest_of_step(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
@@ -298,7 +323,7 @@ class RecentSteps:
             self._steps.pop()
 
     def listed(self) -> list[CommittedStep]:
-        """The last steps whose lists fit into one record."""
+        """The last steps, as many as have lists that fit into one record together; older ones are forgotten."""
         while sum(len(made.shares) for made in self._steps) > MAX_LISTS_BYTES:
             self._steps.popleft()
         return list(self._steps)

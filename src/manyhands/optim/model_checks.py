@@ -1,6 +1,7 @@
-"""Looks for mistakes in a loop and its model.
+"""Detects common mistakes in a training loop and its model.
 
-Batches that are held back, batches of another model, a forgotten ``zero_grad()``, and BatchNorm.
+These are batches of another model, batches held back by accelerate, a forgotten ``zero_grad()``, and BatchNorm layers
+whose statistics are not shared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from manyhands.optim.flat import num_writes
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 8
-"""Parameters with a hook: not all are in every backward pass, and a hook on each costs time."""
+"""Number of parameters with a hook: not all parameters are in every backward pass, but a hook on each costs time."""
 
 
 class LoopChecks:
@@ -28,12 +29,13 @@ class LoopChecks:
 
     *Batches of another model* have no gradient for the optimizer's parameters, and would count as zeros.
 
-    *Held batches:* the wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for
-    several backward passes when it accumulates gradients itself.
+    *Held batches:* when it accumulates gradients itself, the wrapper of ``accelerator.prepare``, and so
+    ``transformers.Trainer``, calls ``step()`` only once for several backward passes. The samples of the earlier ones
+    would not count.
 
-    *A forgotten* ``zero_grad()``: batches are added to gradients that have counted, so these count again. torch counts
-    the writes to a tensor, so for the smallest parameter it is known if only backward passes wrote to its gradient.
-    ``grad.data.zero_()`` is not counted, so the values are looked at.
+    *A forgotten* ``zero_grad()``: a backward pass adds to gradients that have counted, so they would count again. torch
+    counts the writes to a tensor. So for the gradient of the smallest parameter, this class knows whether only backward
+    passes have written to it. torch does not count ``grad.data.zero_()``, so the values are checked for zeros, too.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -41,8 +43,9 @@ class LoopChecks:
         self._held: set[int] = set()  # watched parameters whose gradient accelerate has kept from step() so far
         self._has_lost = False
         self._smallest = min(parameters, key=torch.Tensor.numel)
-        self._counted: torch.Tensor | None = None  # its gradient; None once something else has written to that
-        self._num_writes = 0
+        # the smallest parameter's gradient that has counted; None once more than backward passes have written to it
+        self._counted: torch.Tensor | None = None
+        self._num_writes = 0  # to that gradient, as far as they are known
         self._was_added_to = self._was_zero = self._is_told = False
         self._handles = [
             self._smallest.register_hook(self._before),  # type: ignore[no-untyped-call]
@@ -55,12 +58,12 @@ class LoopChecks:
     def _note_held(self, index: int, _: torch.Tensor) -> None:
         accelerate = sys.modules.get("accelerate.state")
         if accelerate is not None:
-            self._has_lost |= index in self._held  # the next backward pass has come without a step() between them
+            self._has_lost |= index in self._held  # there was no step() since an earlier backward pass was held
             if not accelerate.GradientState().sync_gradients:
                 self._held.add(index)
 
     def check_held(self) -> None:
-        """Raises ``ConfigError`` if batches were held since the last call; it says what to write."""
+        """Raise ``ConfigError``, which says what to write, if batches were held since the last call of this method."""
         self._held.clear()
         if self._has_lost:
             self._has_lost = False
@@ -74,7 +77,7 @@ class LoopChecks:
             )
 
     def check_has_gradient(self) -> None:
-        """Raises ``ConfigError`` if no parameter has a gradient; it says what may have become of the parameters."""
+        """Raise ``ConfigError``, which says how that may happen, if no parameter has a gradient."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise ConfigError(
                 "none of the optimizer's parameters has a gradient, so this batch would count as zeros and shrink the "
@@ -84,6 +87,7 @@ class LoopChecks:
             )
 
     def _is_unwritten(self, num_more: int) -> bool:
+        """Whether the counted gradient is still there, with exactly ``num_more`` writes since the known ones."""
         grad = self._counted
         return grad is not None and self._smallest.grad is grad and num_writes(grad) == self._num_writes + num_more
 
@@ -98,7 +102,7 @@ class LoopChecks:
             self._counted = None
 
     def check_kept(self) -> None:
-        """Warn, once, if a batch was added to gradients that had counted."""
+        """Warn once if a backward pass has added to gradients that had counted."""
         if self._was_added_to and self._counted is not None and self._smallest.grad is self._counted:
             if not self._was_zero:
                 logger.warning(
@@ -108,7 +112,7 @@ class LoopChecks:
             self._is_told = True
 
     def note_counted(self) -> None:
-        """The gradients have counted; the next batch needs others."""
+        """Take in that the present gradients have counted, so that the next batch must not be added to them."""
         grad = self._smallest.grad
         is_watched = grad is not None and grad.layout is torch.strided and not grad.is_inference()
         self._counted = grad if is_watched and not self._is_told else None
@@ -123,10 +127,10 @@ class LoopChecks:
 
 
 def models_of(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
-    """The models of this process that have some of these parameters.
+    """The models in this process that have some of these parameters.
 
-    An optimizer gets parameters, which do not know their modules. So this looks at all modules of the process, a
-    fraction of a second's work.
+    A parameter does not know its module. So this function goes through all objects of the process, which takes a
+    fraction of a second.
     """
     trained = set(map(id, parameters))
     modules = [
@@ -140,9 +144,9 @@ def models_of(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
 
 
 def warn_of_running_statistics(models: Iterable[torch.nn.Module]) -> None:
-    """Warn if one of these has BatchNorm layers: their running mean and variance are not shared.
+    """Warn if one of these models has BatchNorm layers, as their running mean and variance are not shared.
 
-    Layers that are frozen, in eval mode within a model that trains, do not count.
+    There is no warning for layers that are frozen, which means in eval mode while the model is in train mode.
     """
     for model in models:
         layers = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
@@ -150,7 +154,7 @@ def warn_of_running_statistics(models: Iterable[torch.nn.Module]) -> None:
         if layers and not are_frozen:
             logger.warning(
                 "The model has BatchNorm layers, whose running mean and variance are not shared: each peer has those "
-                "of its own batches, and a newcomer begins anew. Write on all peers\n"
+                "of its own batches, and a newcomer begins with new ones. Write on all peers\n"
                 "    manyhands.Optimizer(..., buffers=model.named_buffers())"
             )
             return

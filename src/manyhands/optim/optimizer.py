@@ -1,4 +1,4 @@
-"""A drop-in torch optimizer whose batch is the whole swarm."""
+"""A torch optimizer each of whose batches is computed by all peers of a run together."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ from manyhands.runtime.lost import close_when_lost
 logger = logging.getLogger(__name__)
 
 FAILURES_UNTIL_ADVICE = 3
-"""Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
+"""Failed attempts in a row until there is advice: in a healthy run one or two fail when a member is lost."""
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
+"""The numbers of failed attempts in a row at which there is advice."""
 
 OVERWRITTEN = (
     "Something has written to the model's parameters while a step was made in the background (delay=%r). The step "
-    "overwrites that: load weights after optimizer.settle(), and change none in the loop, or leave delay out"
+    "overwrites these changes: load weights only after optimizer.settle(), and change none in the loop; or leave "
+    "delay out"
 )
 
 
@@ -71,44 +73,49 @@ def _are_texts(facts: object) -> bool:
 class Optimizer(OptimizerWrapper):
     """Wraps a torch optimizer, so that all peers of a run compute each of its batches together.
 
-    Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
-    gradients are averaged, weighted by samples, and every peer makes the same step.
+    Each peer accumulates the gradients of its micro-batches. When the peers together have ``target_batch_size``
+    samples, they average their gradients, weighted by samples, and every peer makes the same step.
 
-    The loss must be a mean over the samples of a batch, or over what ``step(weight=...)`` counts. Then any split over
-    peers and batches gives the update of one process that saw them as one batch.
+    The loss must be a mean over the samples of a batch, or over the items that ``step(weight=...)`` counts. Then the
+    update is that of one process with all these samples in one batch, however they are split over peers and
+    micro-batches.
 
     Args:
         optimizer: any torch optimizer over the model's parameters, or a function that makes it from ``params``.
-        params: parameters or groups, for a function.
-        peer: this machine's presence in the swarm; the optimizer leaves the run when it is closed.
+        params: parameters or groups, if ``optimizer`` is a function.
+        peer: this machine's presence in the swarm. When the peer is closed, the optimizer leaves the run.
         run_id: name of the run, 1 to 64 characters without ``.``
         target_batch_size: samples of one global step, by all peers together.
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
-        scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
+        scheduler: a torch scheduler of ``optimizer``, or a function that makes one of it. It moves once for each global
+            step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: no effect: all peers know who leads the next step, so nothing is looked for ahead of it.
+        batch_size_lead: has no effect. All peers know which of them leads the next step, so no group has to be formed
+            ahead of it.
         matchmaking_time_s: as in ``averaging``.
         averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
-        local_steps: train on this peer alone, and average what that has changed once in ``target_batch_size`` samples
-            of the run, for slow links; see :class:`manyhands.LocalSteps`. ``max_grad_norm`` then clips the gradient of
-            each batch, and ``scheduler`` moves once in ``target_batch_size`` samples.
-        offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision. By
-            default only where ``delay`` needs it.
-        auxiliary: this peer has no data, and helps to average.
-        allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
-            waiting. The run may split; the work of the branch with fewer steps is lost when they meet again.
-        start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
-            name may be mistyped, or the others are gone. None begins it with a warning. True also says that the run
-            begins from the parameters of this peer, if it is still at step 0; else those of the peer that began it
-            count. A run that was seen beyond step 0 is never begun anew: this peer waits for one that has its state.
+        local_steps: for slow links: each peer makes steps alone, and once in ``target_batch_size`` samples of the run
+            the peers average how their parameters have changed; see :class:`manyhands.LocalSteps`. ``max_grad_norm``
+            then clips the gradient of each batch, and ``scheduler`` moves once in ``target_batch_size`` samples.
+        offload: keep the optimizer state and float32 parameters on the host; the model's own parameters may have half
+            precision. By default this is so only if ``delay`` is given, which needs it.
+        auxiliary: this peer has no data, and only helps to average.
+        allow_solo: if other peers are seen, but several rounds with them have failed in a row, go on alone instead of
+            waiting. The run may split; the work of the branch with fewer steps is lost when the branches meet again.
+        start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses to, as
+            the name may be mistyped, or the others may be gone. None begins it with a warning. True begins it, and also
+            says that the run begins from the parameters of this peer, if it is still at step 0; otherwise the
+            parameters of the peer that began it count. A run that was seen beyond step 0 is never begun anew: this peer
+            waits for a peer that has its state.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
-        model: the model, if the optimizer has only some of its parameters, as with a frozen base: all peers must have
-            the same values of the others, which do not travel.
-        buffers: ``model.named_buffers()``, for a model with BatchNorm: with each global step all peers get the mean of
-            their values, weighted by samples and rounded for integers, and newcomers get them with the state.
-        extra_tensors: further tensors of your own that are shared like this, by name.
+        model: the model, if the optimizer has only some of its parameters, as with a frozen base. The values of the
+            other parameters are not sent, so all peers must have the same ones; this compares them.
+        buffers: ``model.named_buffers()``, for a model with BatchNorm. With each global step all peers get the mean of
+            their values, weighted by samples (for integers, the values of the peer with the most samples). Newcomers
+            get them with the state.
+        extra_tensors: further tensors of your own that are shared like buffers, by name.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
@@ -119,7 +126,7 @@ class Optimizer(OptimizerWrapper):
     """
 
     _step_supports_amp_scaling = True
-    """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop overflowed gradients."""
+    """Tells ``torch.amp.GradScaler`` that :meth:`step` divides by the scale itself, and drops overflowed gradients."""
 
     @undone_if_it_raises
     def __init__(
@@ -163,11 +170,11 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         check_peer(peer)
         split = local_steps or LocalSteps()
-        target_batch_size = options.target_batch_size // split.fragments  # each step changes a part
+        target_batch_size = options.target_batch_size // split.fragments  # a global step averages one fragment
         averaging = split.averaging(averaging_of(averaging, matchmaking_time_s, averaging_timeout_s))
         self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
-        named = checked_parameters(self.inner)  # the model's own
+        named = checked_parameters(self.inner)  # with the model's own parameters, not yet copies
         self._wrapping = Wrapping(self.inner, named, run_id, scheduler)
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
@@ -189,30 +196,33 @@ class Optimizer(OptimizerWrapper):
             facts |= local_steps.facts(local.optimizer)
         self.wrap(replica)
         self.last_round: RoundManifest | None = None
-        """The manifest of the round behind the current global step; None for a step made alone or loaded."""
+        """The manifest of the round that led to the current global step; None if this peer made that step alone, or has
+        loaded the state."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
         self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
-        """The last global steps that this peer has made, with the samples of all peers."""
+        """The last global steps that this peer has made, with the samples of each contributor."""
         self.weighs_by_samples: bool | None = None
         """Whether the weight of each batch so far was its number of samples; None before the first batch."""
         self.last_failure: Failure | None = None
-        """Why samples of this peer last did not count at once; None if they always have."""
+        """The last time that samples of this peer did not count at once, and why; None if they always have."""
         self.peer = peer
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
         self.statistics: Statistics = self._samples.statistics
         """Counts of this peer so far."""
         self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
-        self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
+        self._current: GlobalStep | None = None  # the step being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
-        self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
+        self._num_failures = 0  # failed attempts at a step, in a row
+        self._failing_since = 0.0  # time of the first of them
+        self._told_failure_at = 0.0  # time of the last log line about one
         self._was_alone = self._has_checked_state = self._has_told_overwritten = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = self._replica.manifest(run_id, target_batch_size, averaging, facts)
-        """The settings of the run, which all its peers have signed."""
+        """The settings of the run, which each of its peers signs."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
@@ -242,24 +252,24 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def health(self) -> Health:
-        """This peer's health report, for people: its last step, whether others can read its records, and its clock."""
+        """This peer's health report: whether others read its records, it sees other peers, and its clock is right."""
         return self._client.health()
 
     @property
     def samples_accumulated(self) -> int:
         """This peer's samples towards the next global step, or in one that is being made."""
-        current = self._current  # another thread may look, too
+        current = self._current  # read once, as another thread may call this
         return self._samples.waiting + (current.contribution.samples if current is not None else 0)
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a global step is made in the background; see ``delay``."""
+        """Whether a global step is being made in the background; see ``delay``."""
         current = self._current
         return current is not None and not current.is_done
 
     @property
     def progress(self) -> Progress:
-        """Predicted progress of all peers at this peer's global step towards the next; may be read from any thread."""
+        """The predicted progress of all peers here towards the next global step; may be read from any thread."""
         return self._collaboration.tracker.outlook
 
     @property
@@ -268,29 +278,29 @@ class Optimizer(OptimizerWrapper):
         return self._speed.samples_per_second
 
     def state_digest(self) -> str:
-        """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
+        """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers at the same position."""
         return sealed(self._replica.capture_agreed()).header.digest.hex()
 
     @with_advice(grad_scaler="scaler.step(optimizer) with a torch.amp.GradScaler")
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
-        """Add the current gradients; when the run is due for it, make a global step together with the others.
+        """Add the current gradients; when the run has the samples of its target, make a global step with the others.
 
-        Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
+        Returns soon unless a global step is due. A failed attempt changes nothing: the gradients count in the next one.
         ``.grad`` stays as it is.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
-            weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
+            weight: the number of items over which the loss is a mean, if these are not samples: tokens, say.
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
-                that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; no parameter has
-                a gradient; accelerate accumulates gradients as well; or, after the first step, the optimizer's state
-                has a value that newcomers could not load.
-            Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
+                that was frozen when the Optimizer was made requires grad; something other than ``scheduler`` has
+                changed an option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; no
+                parameter has a gradient; accelerate accumulates gradients as well; or, after the first step, the
+                optimizer's state has a value that newcomers could not load.
+            Unavailable: this peer is at step 0, and the states of the peers that are ahead could not be used.
         """
         if self._replica.mode == "eval":
             raise ConfigError("the optimizer is in eval mode: call optimizer.train() before the next batch, as always")
@@ -321,10 +331,10 @@ class Optimizer(OptimizerWrapper):
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
-        """Wait until no step is made in the background, and the model has the result of the last one.
+        """Wait until no step is being made in the background, and the model has the result of the last one.
 
         Raises:
-            Timeout: it took longer.
+            Timeout: that took longer than ``timeout_s`` seconds.
         """
         deadline = self.peer.time() + timeout_s
         while self._current is not None:
@@ -339,8 +349,8 @@ class Optimizer(OptimizerWrapper):
     def agreed_parameters(self) -> Iterator[None]:
         """Within the block, the model has the parameters that the peers agree on, for an evaluation or a checkpoint.
 
-        Only ``local_steps`` makes a difference; after the block the model has this peer's own parameters again. Waits
-        for a step in the background. Call no :meth:`step` within the block.
+        That makes a difference only with ``local_steps``: after the block the model has this peer's own parameters
+        again. Waits for a step in the background. Do not call :meth:`step` within the block.
         """
         self.settle()
         self._take_over()
@@ -348,40 +358,40 @@ class Optimizer(OptimizerWrapper):
             yield
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
-        """Wait until all peers of the run have reached this step, so that those behind can still load the state.
+        """Wait until all peers of the run have reached this peer's global step, so that they can still load its state.
 
-        Returns whether they have, within ``timeout_s`` seconds.
+        Returns whether they have reached it within ``timeout_s`` seconds.
         """
         return self._client.wait_for_others(timeout_s)
 
     def wait_for_downloads(self, timeout_s: float = 30.0) -> bool:
-        """Wait until the peers that download the state from this one have it, before this peer leaves.
+        """Wait until no peer downloads the state from this one any more, for a program that was told to end.
 
-        For a program that was told to end. Returns whether they have it, within ``timeout_s`` seconds.
+        Returns whether all of them have the state, within ``timeout_s`` seconds.
         """
         return self._client.wait_for_downloads(timeout_s)
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too, and so does losing this optimizer.
+        """Leave the run; the peer stays open. The same happens if the peer is closed, or this is garbage-collected.
 
-        The wrapped optimizer is one of plain torch again, and may be wrapped again.
+        Afterwards the wrapped optimizer is one of plain torch again, and may be wrapped again.
         """
         self._client.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
+        """The state of the wrapped optimizer; under ``manyhands``, its position in the run and the schedule.
 
-        It waits for a step in the background, so save the model's parameters after it.
+        Waits for a step in the background, so take the model's parameters for a checkpoint after this call.
         """
         self.settle()
         self._take_over()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state on this peer, after the parameters were loaded into the model.
+        """Load the wrapped optimizer's state on this peer, after you have loaded the parameters into the model.
 
-        With the state of a :class:`manyhands.Optimizer` the peer also moves to the position of that state in the run.
-        If the run is further, its state is loaded from the others at the next :meth:`step`, as always.
+        With the state of a :class:`manyhands.Optimizer`, the peer also moves to the position of that state in the run.
+        If the run is further, the next :meth:`step` loads its state from the others, as always.
         """
         self.settle()
         with uninterrupted():
@@ -395,7 +405,7 @@ class Optimizer(OptimizerWrapper):
         self._client.moved_elsewhere()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == self._replica.mode:  # a Trainer calls train() before each batch
+        if name == self._replica.mode:  # nothing would change; a Trainer calls train() before each batch
             return None
         self.settle()
         with uninterrupted():
@@ -404,7 +414,7 @@ class Optimizer(OptimizerWrapper):
         return result
 
     def _take_over(self) -> None:
-        """Step from what the user's code has written to the model, which no step in the background knows."""
+        """Take over what the user's code has written to the model, unless a step in the background overwrites it."""
         if self._local is not None:
             self._replica.take_over(is_ahead=self._local.is_ahead)
         elif self._current is None:
@@ -413,7 +423,7 @@ class Optimizer(OptimizerWrapper):
     # micro-batches
 
     def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> bool:
-        """Add the current ``.grad``; returns whether there is a batch."""
+        """Add the current ``.grad``; returns whether there was a batch."""
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
@@ -432,7 +442,9 @@ class Optimizer(OptimizerWrapper):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._speed.count(samples, self.peer.time())
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        # a GradScaler has set these attributes, if there is one
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
@@ -452,7 +464,7 @@ class Optimizer(OptimizerWrapper):
             self._make_step(is_alone=True)
 
     def _make_step(self, *, is_alone: bool) -> None:
-        """Make a global step, or begin it in the background; after an error or an interrupt it is concluded, too."""
+        """Make a global step, or begin it in the background. After an error or an interrupt it is concluded, too."""
         if not is_alone:
             logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         elif not self._was_alone:
@@ -481,7 +493,8 @@ class Optimizer(OptimizerWrapper):
         """Tell the network thread of a step that has ended, and count it.
 
         Args:
-            keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
+            keeps_model: if something else, such as a checkpoint, has written to the model since the step began, keep
+                what was written instead of overwriting it with the result of the step.
         """
         try:
             if step.has_moved and not step.is_announced:
@@ -491,7 +504,7 @@ class Optimizer(OptimizerWrapper):
 
     @uninterrupted()
     def _count(self, step: GlobalStep, *, keeps_model: bool) -> None:
-        """Count a step that has ended, and have the model use its parameters; raises the error of the background."""
+        """Count a step that has ended, and copy its parameters to the model; raises the error of a background step."""
         self._current = None
         self._samples.end(step)
         if not step.has_moved:
@@ -499,7 +512,9 @@ class Optimizer(OptimizerWrapper):
                 self._note_failure(step.error)
             return
         self._num_failures = 0
-        outcome, number, counts = step.outcome, step.left_from.step + 1, self.statistics
+        outcome = step.outcome
+        number = step.left_from.step + 1
+        counts = self.statistics
         assert outcome is not None
         self._was_alone = outcome.manifest is None
         counts.rounds_committed += not self._was_alone
@@ -525,22 +540,24 @@ class Optimizer(OptimizerWrapper):
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
-        if step.error is not None and not isinstance(step.error, ManyhandsError):  # of the update in the background
+        if step.error is not None and not isinstance(step.error, ManyhandsError):  # raised by the background update
             raise step.error
         if not self._has_checked_state:
             self._has_checked_state = True
             self._replica.check_state()
 
     def _note_failure(self, error: BaseException) -> None:
-        """Count a failed attempt, and tell the user what to do about several; raise what others did not cause.
+        """Count a failed attempt, and advise the user after several. Raise the error if other peers did not cause it.
 
-        Several may fail in a second, also in a healthy run: a newcomer's record is there before its first batch.
+        Even in a healthy run, several attempts may fail within a second: other peers see the record of a newcomer
+        before that has computed a batch and comes to a round. So the advice comes only once failures have lasted.
         """
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
-        now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
+        now = self.peer.time()
+        failure = Failure(self._replica.position.step + 1, str(error))
         if failure != self.last_failure or now - self._told_failure_at >= LOG_S:
             self._told_failure_at = now
             is_farewell = self._collaboration.tracker.last_said_goodbye
@@ -555,19 +572,20 @@ class Optimizer(OptimizerWrapper):
             self._failing_since = now
         has_lasted = now - self._failing_since >= LOG_S
         if isinstance(error, TooSlow):
-            return  # its reason says what to do
+            return  # the reason of this error has advice
         if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s. "
-                "One of them may no longer call step(), in a notebook say: end its program, or let it go on. Else "
-                "manyhands doctor --initial-peers ... says whether this peer can reach them, and they it; see %s",
+                "One of them may no longer call step(), in a notebook say: end its program, or let it go on. Otherwise "
+                "manyhands doctor --initial-peers ... says whether this peer can reach the others, and whether they "
+                "can reach this peer; see %s",
                 self._num_failures,
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
                 error.entry,
             )
 
     def _load_state(self, *, is_reload: bool) -> None:
-        """Load the state of the leading branch, if it is to be had and fits."""
+        """Download and load the state of the leading branch; a failure is logged, and :meth:`step` tries again."""
         before = self._replica.position
         logger.info("This peer is not in step with the run: downloading the state")
         try:
@@ -588,7 +606,7 @@ class Optimizer(OptimizerWrapper):
             logger.warning("%s; trying again after the next batch", error)
 
     def _replay(self) -> bool:
-        """Make the steps that the others have made since a state was loaded; returns whether there were any."""
+        """Replay the steps that the others have made from this peer's position on; returns whether there were any."""
         position = self._replica.position
         for step in self._client.missed_steps():
             with uninterrupted():
@@ -599,7 +617,7 @@ class Optimizer(OptimizerWrapper):
         return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:
-        """Reset what describes the last own step: the parameters now come from elsewhere."""
+        """Reset what describes the last step of this peer, as its parameters are not the result of that any more."""
         self.last_round, self.last_contribution = None, 0
         self.recent_steps.forget_from(self._replica.position.step + 1)
         self._show()

@@ -22,15 +22,19 @@ from manyhands.optim.state.state import hyper_parameters_of, names_of, parameter
 Delay = Literal["optimizer", "gradients"]
 DELAYS = ("optimizer", "gradients")
 GroupOptions = list[dict[str, Any]]
-"""What an optimizer steps with, such as the learning rate, by parameter group."""
-_NOT_USED = {"initial_lr"}  # in a step; torch's schedulers write it when they are made
+"""The options of each parameter group that affect a step, such as the learning rate."""
+_NOT_USED = {"initial_lr"}  # options that affect no step: torch's schedulers write this one when they are constructed
 OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The user's choices, checked; see :class:`manyhands.optim.optimizer.Optimizer`."""
+    """The user's arguments that are numbers, names and flags, checked; see :class:`manyhands.Optimizer`.
+
+    Attributes:
+        num_fragments: of local steps; None without local steps.
+    """
 
     run_id: str
     target_batch_size: int
@@ -40,7 +44,7 @@ class Options:
     delay: Delay | None
     offload: bool | None
     auxiliary: bool
-    num_fragments: int | None = None  # with local steps
+    num_fragments: int | None = None
 
     def __post_init__(self) -> None:
         checked_run_id(self.run_id)
@@ -81,8 +85,13 @@ class Options:
         self.check_peers(1)
 
     def check_peers(self, num_peers: int, batch_size: int | None = None) -> None:
-        """Raises ``ConfigError`` if so many peers cannot make local steps with this target and batches like these."""
-        target, batch_size = self.target_batch_size, batch_size or self.batch_size_per_step or 1
+        """Raise ``ConfigError`` if the target is too small for local steps of so many peers.
+
+        Args:
+            batch_size: samples of one batch; by default ``batch_size_per_step``.
+        """
+        target = self.target_batch_size
+        batch_size = batch_size or self.batch_size_per_step or 1
         if self.num_fragments is None or target >= num_peers * batch_size:
             return
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""
@@ -94,12 +103,12 @@ class Options:
         )
 
     def facts(self) -> dict[str, str]:
-        """Settings that must be equal on all peers of a run."""
+        """These settings as facts of the manifest, which must be equal on all peers of a run."""
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap, as given or made from ``params``; ``ConfigError`` if it cannot be used."""
+    """The optimizer to wrap, as given or made of ``params``; raises ``ConfigError`` if it cannot be used."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
@@ -123,7 +132,7 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
 
 
 def made_scheduler(scheduler: SchedulerMaker | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The schedule of the wrapped optimizer, as given or made from it; ``ConfigError`` if that cannot be used."""
+    """The schedule of the wrapped optimizer, as given or made for it; raises ``ConfigError`` if it cannot be used."""
     if scheduler is None:
         return None
     made: Any = scheduler(optimizer) if callable(scheduler) and not isinstance(scheduler, LRScheduler) else scheduler
@@ -144,7 +153,7 @@ def made_scheduler(scheduler: SchedulerMaker | None, optimizer: torch.optim.Opti
 
 
 def checked_batch(batch_size: int | None, weight: float | None) -> int:
-    """The samples behind one call of ``step``; raises ``ConfigError`` if a value breaks its rule."""
+    """The number of samples of one call of ``step``; raises ``ConfigError`` if an argument breaks its rule."""
     if batch_size is None:
         raise ConfigError(
             "step() needs to know how many samples are behind the gradients; "
@@ -156,7 +165,7 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """All parameters of an optimizer with their names; ``ConfigError`` if peers cannot train one of them together."""
+    """All parameters of an optimizer with their names; raises ``ConfigError`` if one cannot be trained in a run."""
     seen: set[int] = set()
     named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
     for name, parameter in named:
@@ -172,7 +181,7 @@ def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torc
 def _check(name: str, parameter: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigError(f"{name} has no shape yet; run a batch through the model before the Optimizer is made")
-    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its values are elsewhere
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # say a DTensor, which is sharded
         is_sharded = hasattr(parameter, "device_mesh")
         way_out = "; FSDP and tensor parallel are not supported, DistributedDataParallel is" if is_sharded else ""
         kind = type(parameter).__name__
@@ -193,7 +202,10 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises ``ConfigError`` if a parameter that was frozen at join is trained now: the run does not average it."""
+    """Raise ``ConfigError`` if a parameter that was frozen when the run was joined requires grad now.
+
+    The run does not average it.
+    """
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise ConfigError(
@@ -204,13 +216,13 @@ def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
-    """A copy of the options that an optimizer steps with."""
+    """A copy of the options of parameter groups that affect a step."""
     used = [{name: value for name, value in group.items() if name not in _NOT_USED} for group in groups]
     return hyper_parameters_of(used)
 
 
 def check_unchanged(before: GroupOptions, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``ConfigError`` if an option of the groups has changed: only the run's schedule may change them."""
+    """Raise ``ConfigError`` if an option of the groups has changed, which only the run's schedule may do."""
     if len(groups) != len(before):
         raise ConfigError(
             f"there were {len(before)} parameter groups and are {len(groups)} now; give all groups to the wrapped "
@@ -221,7 +233,7 @@ def check_unchanged(before: GroupOptions, groups: Sequence[Mapping[str, Any]]) -
             new = group.get(name, old)
             if isinstance(new, tuple):
                 new = list(new)
-            if type(new) is not type(old):  # a learning rate in a tensor, say
+            if type(new) is not type(old):  # ``old`` is a plain value; ``new`` may be a learning rate in a tensor, say
                 new = options_of([{name: new}])[0].get(name, old)
             if new != old:
                 where = f" of parameter group {index}" if len(before) > 1 else ""

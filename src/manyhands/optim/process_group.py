@@ -1,8 +1,8 @@
 """One peer made of several processes: the ranks of a ``torch.distributed`` job, for example one for each GPU.
 
-All ranks make each call of the optimizer. Rank 0 gathers their batches, acts, and broadcasts the result. The messages
-have a gloo group of their own: they wait for no GPU, and when a rank dies its sockets close, which all others notice at
-once.
+All ranks make each call of the optimizer. Rank 0 gathers the sizes of their batches, makes the call for the peer, and
+broadcasts the result. These messages have a gloo group of their own. So they wait for no GPU, and when a rank dies, its
+sockets close, which all others notice at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from manyhands.peer import BlockingPeer
 logger = logging.getLogger(__name__)
 
 FIGURES = ("global_step", "num_peers", "samples_accumulated", "is_stepping", "samples_per_second", "last_contribution")
-"""Of the peer, which all ranks show, beside a copy of its ``statistics``."""
+"""Attributes of the peer's optimizer that all ranks have after each call, like a copy of its ``statistics``."""
 
 
 class Ranks:
-    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``."""
+    """The ranks of the default process group, for one of them.
+
+    All methods raise ``RankLost`` if another rank is gone, or does not make the same call in time.
+    """
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -47,28 +50,28 @@ class Ranks:
                 "torch.distributed.init_process_group() first; a process by itself needs manyhands.Optimizer only"
             )
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        with self._lost("to begin"):
+        with self._lost("formed the group for messages"):
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
 
     def gather(self, own: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
+        """Send this rank's value to all ranks; returns the values of all ranks."""
         said: list[Any] = [None] * self.num_ranks
-        with self._lost("to come to the same call"):
+        with self._lost("waited for all ranks to make the same call"):
             dist.all_gather_object(said, own, group=self._words)
         return said
 
     def broadcast(self, outcome: CallOutcome | None) -> CallOutcome:
-        """The outcome of a call on rank 0, on all ranks."""
+        """Send the outcome of a call from rank 0 to all ranks; returns it. On the others the argument is None."""
         said = [outcome]
-        with self._lost("to hear rank 0" if self.rank == 0 else "that is rank 0"):
+        with self._lost("sent them the result of a call" if self.rank == 0 else "waited for the result of rank 0"):
             dist.broadcast_object_list(said, src=0, group=self._words)
         assert said[0] is not None
         return said[0]
 
     @torch.no_grad()
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of rank 0 to all ranks, over the job's own process group; all of them call it."""
-        with self._lost("to share the parameters"):
+        """Copy the tensors of rank 0 to all ranks, over the job's own process group. All ranks must call this."""
+        with self._lost("copied the parameters of rank 0"):
             for tensor in tensors:
                 dense = tensor.detach().contiguous()
                 dist.broadcast(dense, src=0)
@@ -76,21 +79,24 @@ class Ranks:
                     tensor.copy_(dense)
 
     @contextmanager
-    def _lost(self, what_for: str) -> Iterator[None]:
+    def _lost(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # of gloo and NCCL alike
-            raise RankLost(f"rank {self.rank} of {self.num_ranks} waited for a rank {what_for}: {error}") from error
+        except RuntimeError as error:  # both gloo and NCCL raise it
+            raise RankLost(
+                f"rank {self.rank} of {self.num_ranks} lost other ranks while it {doing}: {error}"
+            ) from error
 
 
 class CallOutcome(NamedTuple):
-    """Rank 0's message to the others at the end of a call.
+    """Rank 0's message to the other ranks at the end of a call.
 
     Attributes:
-        error: why there is no result; the other fields are then undefined.
-        figures: by name; see ``FIGURES``.
-        options: of the parameter groups, such as the learning rate; None if nothing has changed. Else the parameters
-            follow by :meth:`Ranks.share`.
+        error: why there is no result; the other attributes are then undefined.
+        result: of the call.
+        figures: the attributes of ``FIGURES``, and ``statistics``, by name.
+        options: the options of the parameter groups, such as the learning rate; None if the parameters have not
+            changed. Otherwise rank 0 sends the parameters next, with :meth:`Ranks.share`.
     """
 
     error: Exception | None = None
@@ -107,7 +113,7 @@ class StepArguments(NamedTuple):
 
 
 def added_up(batches: Sequence[StepArguments]) -> tuple[Any, Any]:
-    """Batch size and weight of all ranks together; a broken rule on one of them breaks it for all."""
+    """The batch size and weight of all ranks together. A value that breaks its rule is returned in place of the sum."""
     sums: list[float | None] = []
     for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
         given = [number for number in numbers if number is not None]
@@ -120,7 +126,7 @@ def added_up(batches: Sequence[StepArguments]) -> tuple[Any, Any]:
 
 
 def unequal(batches: Sequence[StepArguments]) -> str:
-    """A hint if the ranks' batches differ: the mean of their gradients is then not the mean over all samples."""
+    """A warning if the ranks' batches differ: the mean of their gradients is then not the mean over all samples."""
     sizes = [batch.samples if batch.weight is None else batch.weight for batch in batches]
     if len(set(sizes)) == 1:
         return ""
@@ -135,21 +141,21 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     """:class:`manyhands.Optimizer` for a job of several processes, which together are one peer.
 
     ``DistributedDataParallel`` averages the gradients over the ranks of the job. Rank 0 is the peer: it takes part in
-    the run with the samples of all ranks, and makes the updates; after each the others get its parameters. All ranks
-    show the same figures after each call, so they leave a loop together.
+    the run with the samples of all ranks, and makes the updates; after each update the other ranks get its parameters.
+    All ranks have the same counts, such as ``global_step``, after each call, so they leave a loop together.
 
-    All ranks make the same calls, as with DDP, except :meth:`state_dict` and :meth:`close`. All raise what fails on
-    rank 0.
+    All ranks must make the same calls, as with DDP, except :meth:`state_dict` and :meth:`close`. If a call fails on
+    rank 0, all ranks raise an error.
 
     Args:
         optimizer: as for :class:`manyhands.Optimizer`; on ranks other than 0 it never has a state.
-        params: parameters or groups, for a function.
-        peer: on rank 0; None on the others.
+        params: parameters or groups, if ``optimizer`` is a function.
+        peer: this machine's peer on rank 0; None on the others.
         batch_size_per_step: samples behind each call of :meth:`step` on this rank.
         buffers: as for :class:`manyhands.Optimizer`, on all ranks; those of rank 0 count.
         extra_tensors: likewise.
-        options: the others of :class:`manyhands.Optimizer`. ``target_batch_size`` counts samples, by all peers and all
-            their ranks.
+        options: the other arguments of :class:`manyhands.Optimizer`. ``target_batch_size`` counts the samples of all
+            peers with all their ranks.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -158,11 +164,11 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         ConfigError: an argument breaks a rule, or the ranks do not fit together.
         ManifestMismatch: the model or the settings differ from those of the run; other ranks raise ConfigError.
         Unavailable: as for :class:`manyhands.Optimizer`.
-        RankLost: another rank is gone, or failed; all other methods raise it, too.
+        RankLost: another rank is gone or has failed. All methods that all ranks must call raise this, too.
     """
 
     _step_supports_amp_scaling = True
-    """As in :class:`manyhands.Optimizer`: DDP has given all ranks the same gradients, so the same overflows."""
+    """As in :class:`manyhands.Optimizer`. DDP gives all ranks the same gradients, so the same overflows."""
 
     global_step: int
     """Optimizer steps of the run that the model here has followed."""
@@ -173,7 +179,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     samples_accumulated: int
     """Samples of all ranks towards the next global step, or in one that is being made."""
     is_stepping: bool
-    """Whether a global step is made in the background; see ``delay``."""
+    """Whether a global step is being made in the background; see ``delay``."""
     samples_per_second: float
     """The speed of all ranks together, without the time spent in rounds."""
     last_contribution: int
@@ -196,12 +202,13 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         inner = self._fitting(peer, optimizer, params, [spec_of(name, tensor) for name, tensor in extra])
         super().__init__(inner)
         self.leader: Optimizer | None = None
-        # the model's own: a copy on the host has others
+        # the model's own parameters, as the optimizer may work on copies on the host
         self._tensors = [*parameters_of(inner), *(tensor for _, tensor in extra)]
         self._batch_size_per_step = batch_size_per_step
         self._has_warned = False
         self._mode = ""  # of the wrapped optimizer on rank 0
-        self._shared: tuple[int, int, int] | None = None  # which parameters all ranks have; None if they may differ
+        # global steps, loads and inner steps that led to the parameters of all ranks; None if these may differ
+        self._shared: tuple[int, int, int] | None = None
 
         def make(_: Sequence[StepArguments]) -> None:
             assert peer is not None
@@ -216,12 +223,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
-        """Add the current gradients; when the run is due for it, make a global step with the other peers.
+        """Add the current gradients; when the run has the samples of its target, make a global step with the others.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
-            batch_size: samples of this rank behind the current gradients; each rank may have another number.
-            weight: the number of items that this rank's loss is a mean over, if not samples; on all ranks or on none.
+            batch_size: number of this rank's samples behind the current gradients; it may differ between ranks.
+            weight: the number of items over which this rank's loss is a mean, if not samples; on all ranks or on none.
         Raises:
             ConfigError: no batch size was given.
         """
@@ -234,7 +241,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
-        """Wait until no step is made in the background, and all ranks have the result of the last one.
+        """Wait until no step is being made in the background, and all ranks have the result of the last one.
 
         Raises:
             Timeout: it took longer; other ranks raise Unavailable.
@@ -253,32 +260,32 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         return str(self._together("state_digest", lambda _: self._own_leader.state_digest()))
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too. Does nothing on ranks other than 0."""
+        """Leave the run; the peer stays open. Closing the peer does this too. Does nothing on ranks other than 0."""
         if self.leader is not None:
             self.leader.close()
 
     @property
     def makes_local_steps(self) -> bool:
-        """As of :class:`Optimizer`; False on other ranks than 0."""
+        """Whether each call of :meth:`step` changes the parameters of this peer; False on ranks other than 0."""
         return self.leader is not None and self.leader.makes_local_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0, which may call it alone, as in :class:`manyhands.Optimizer`; on the others there is no state.
+        """On rank 0, the state as in :class:`manyhands.Optimizer`; on the other ranks there is none.
 
-        With ``delay`` call :meth:`settle` before it on all ranks.
+        Rank 0 may call this alone. With ``delay``, call :meth:`settle` before it on all ranks.
         """
         return self.inner.state_dict() if self.leader is None else self.leader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state given to rank 0, after the parameters were loaded into the model there.
+        """Load the state given to rank 0, after the user has loaded the parameters into the model there.
 
-        The others get these parameters.
+        The other ranks get the parameters of rank 0.
         """
         self._shared, self._mode = None, ""
         self._together("load_state_dict", lambda _: self._own_leader.load_state_dict(state_dict))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the wrapped optimizer on rank 0; all ranks do, and get its result and the parameters."""
+        """Call a method of the wrapped optimizer on rank 0; all ranks call this, and get the result and parameters."""
         if name == self._mode:
             return None
         self._shared = None
@@ -299,7 +306,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if samples is not None and not self._has_warned and (hint := unequal(batches)):
             self._has_warned = True
             logger.warning("%s", hint)
-        for name in ("grad_scale", "found_inf"):  # of a GradScaler
+        for name in ("grad_scale", "found_inf"):  # a GradScaler has set these attributes
             if hasattr(self, name):
                 setattr(leader, name, getattr(self, name))
         try:
@@ -313,11 +320,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             result, leader = action(batches), self._own_leader
             figures = {name: getattr(leader, name) for name in FIGURES} | {"statistics": replace(leader.statistics)}
             num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
-            before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
+            before = self._shared
+            self._shared = leader.global_step, leader.statistics.states_loaded, num_inner
             options = hyper_parameters_of(leader.param_groups) if before != self._shared else None
             return CallOutcome(None, result, figures, options)
-        except BaseException as error:  # the others raise it, if they are still there
-            self._shared = None  # the state of the ranks is unknown
+        except BaseException as error:  # all other ranks raise it, too
+            self._shared = None  # it is unknown which parameters the ranks have
             kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
             try:
                 text = repr(error) if kind is RankLost else str(error)
@@ -331,7 +339,13 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def _together(
         self, call: str, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments | None = None
     ) -> Any:
-        """Have rank 0 act; all ranks get the result and rank 0's parameters."""
+        """Have rank 0 carry out an action; all ranks get its result, and rank 0's parameters if they have changed.
+
+        Args:
+            call: name of the method that all ranks must have called.
+            action: gets the arguments of all ranks.
+            own: this rank's arguments to ``step``.
+        """
         said = self._ranks.gather((call, own))
         if any(other != call for other, _ in said):
             names = ", ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(said))
@@ -357,8 +371,10 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         params: Iterable[Any] | None,
         extra: Sequence[ParameterSpec],
     ) -> torch.optim.Optimizer:
-        """The optimizer to wrap, once all ranks know that they fit together."""
-        rank, problem, specs = self._ranks.rank, "", list[ParameterSpec]()
+        """The optimizer to wrap; raises ``ConfigError`` on all ranks if they do not fit together."""
+        rank = self._ranks.rank
+        problem = ""
+        specs: list[ParameterSpec] = []
         try:
             if rank == 0 and peer is None:
                 raise ConfigError("it needs a peer: give it peer=manyhands.Peer(...)")
@@ -374,7 +390,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                     "torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
                 )
             specs = [*specs_of(inner), *extra]
-        except ConfigError as error:  # the other ranks must hear of it
+        except ConfigError as error:  # raised below, on all ranks
             problem = f"on rank {rank}: {error}"
         found = self._ranks.gather((problem, specs))
         for other, (its_problem, its_specs) in enumerate(found):

@@ -1,7 +1,8 @@
-"""What a model has beside the parameters of its optimizer, such as the frozen base of an adapter.
+"""The *rest* of a model: its parameters that the optimizer does not have, such as the frozen base of an adapter.
 
-It does not travel, so all peers need the same. Its digest is a fact of the run wherever the model is known. Buffers are
-left out: those of BatchNorm change with each batch, and ``buffers=`` shares them; others follow from the model's class.
+Peers do not send each other the rest, so all of them need the same one. If the user gives the model, the digest of the
+rest is in the manifest of the run. Buffers are left out: those of BatchNorm change with each batch, and ``buffers=``
+shares them; others follow from the model's class.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from manyhands.optim.manifest import REST_OF_MODEL
 
 logger = logging.getLogger(__name__)
 
-HASHED_BYTES = 64 << 20  # at a time: no copy of a large model in the memory of the host
+HASHED_BYTES = 64 << 20  # copied to the host at a time: a whole model may be too large for it
 SHOWN_NAMES = 3
 Named = tuple[str, torch.Tensor]
 
 
 def facts_of_rest(model: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> dict[str, str]:
-    """What of a model the optimizer of these parameters does not have, for the manifest; empty if it has all.
+    """The digest of a model's rest as a fact for the manifest; empty if there is no rest, or if the model is None.
 
-    It reads all of it once, at about the speed of a copy.
+    Reads all values of the rest once, about as fast as a copy would.
 
+    Args:
+        parameters: those of the optimizer.
     Raises:
-        ConfigError: it is no model of these parameters.
+        ConfigError: the model has none of these parameters.
     """
     if model is None:
         return {}
@@ -50,7 +53,7 @@ def facts_of_rest(model: torch.nn.Module | None, parameters: Iterable[torch.Tens
 
 
 def rest_of(model: torch.nn.Module, held: set[int]) -> list[Named]:
-    """The parameters of a model other than those with these ids, by name; wrappers of the model make no difference."""
+    """The parameters of a model other than those with these ids, by name, without the prefixes of wrappers."""
     pairs = list(model.named_parameters())
     names = bare_names(name for name, _ in pairs)
     named = [(name, one) for name, (_, one) in zip(names, pairs, strict=True) if id(one) not in held]
@@ -58,7 +61,7 @@ def rest_of(model: torch.nn.Module, held: set[int]) -> list[Named]:
 
 
 def digest_of(named: Sequence[Named]) -> str:
-    """BLAKE3 of names, shapes, dtypes and values; of tensors that are elsewhere without their values."""
+    """BLAKE3 of names, shapes, dtypes and values; without the values of tensors that are not ordinary dense ones."""
     specs = [spec_of(name, parameter) for name, parameter in named]
     hasher = blake3(msgspec.msgpack.encode(specs))
     for _, parameter in named:
@@ -75,14 +78,14 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def warn_of_rest(models: Iterable[torch.nn.Module], parameters: Iterable[torch.Tensor]) -> None:
-    """Warn if models have parameters that their optimizer has not, and that the run does not compare."""
+    """Warn if these models have a rest, which the run does not compare as no model was given to the optimizer."""
     held = set(map(id, parameters))
     names = [name for model in models for name, _ in rest_of(model, held)]
     if names:
         shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
         logger.warning(
-            "The model has %s that the optimizer has not (%s). The run neither sends nor compares them, and peers with "
-            "other values would train together. Write on all peers\n    manyhands.Optimizer(..., model=model)",
+            "The model has %s that the optimizer does not have (%s). The run neither sends nor compares them, so peers "
+            "with other values would train together. Write on all peers\n    manyhands.Optimizer(..., model=model)",
             counted(len(names), "parameter"),
             shown,
         )

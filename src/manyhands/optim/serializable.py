@@ -1,4 +1,4 @@
-"""Plain serializable values: numbers, strings, and lists and dicts of them. Pure."""
+"""Plain serializable values: numbers, bools, strings, None, and lists and dicts of them. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ MAX_DEPTH = 32
 
 
 def is_serializable(value: object, max_depth: int = MAX_DEPTH) -> bool:
-    """Whether the whole value is serializable."""
+    """Whether a value is serializable with all that it contains."""
     if isinstance(value, (list, tuple)):
         return max_depth > 0 and all(is_serializable(item, max_depth - 1) for item in value)
-    if type(value) is dict:  # a Counter, say, is more than its items
+    if type(value) is dict:  # no subclass: a Counter, say, would come back as a dict
         items_depth = max_depth - 1
         return max_depth > 0 and all(isinstance(key, str) and is_serializable(value[key], items_depth) for key in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def serializable_part(value: Any) -> Any:
-    """The serializable part of a value: of a dict the items that are; None in place of anything else."""
+    """A copy of a value without what is not serializable: dicts lose items whose key is no string.
+
+    None takes the place of any other value that is not serializable.
+    """
     if type(value) is dict:
         return {key: serializable_part(item) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, (list, tuple)):
@@ -28,7 +31,7 @@ def serializable_part(value: Any) -> Any:
 
 
 def merged(own: Any, sent: Any) -> Any:
-    """``own`` with the values of ``sent`` wherever both have one of the same kind; nothing is added or removed."""
+    """``own`` with the values of ``sent`` wherever both have a value of the same kind; nothing is added or removed."""
     if type(own) is dict:
         if not isinstance(sent, dict):
             return own

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 
 SMOOTHING = 0.2
-"""Weight of the newest batch in the speed: the last ten or so count."""
+"""Weight of the newest batch in the average: about the last ten batches determine it."""
 SHORT_STEPS_UNTIL_ADVICE = 3
+"""Number of global steps in a row, each with less computing than averaging, after which there is advice."""
 
 
 class SpeedMeter:
     """Exponential moving average of seconds per sample, without the time spent in rounds.
 
-    Corrected for its start, as in Adam (Kingma and Ba, arXiv:1412.6980): the first value has full weight.
+    The bias of its first values is corrected as in Adam (Kingma and Ba, arXiv:1412.6980).
+
+    Attributes:
+        batch_s: seconds that the last batch took; 0 until it is known.
+        samples_per_second: the speed; 0 until it is known.
     """
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._seconds_per_sample = self._weight = 0.0
         self.batch_s = self.samples_per_second = 0.0
-        """Seconds of the last batch, and the speed; 0 until they are known."""
 
     def count(self, samples: int, now: float) -> None:
-        """Count ``samples`` computed since :meth:`resume`; their time is unknown before its first call."""
+        """Count samples that were computed since the last :meth:`resume`; ignored before its first call."""
         if self._since is not None:
             self.batch_s = now - self._since
             seconds = self.batch_s / samples
@@ -32,20 +36,20 @@ class SpeedMeter:
                 self.samples_per_second = self._weight / self._seconds_per_sample
 
     def resume(self, now: float) -> None:
-        """Computing begins, or goes on after something else."""
+        """Start the clock: this peer computes from now on."""
         self._since = now
 
 
 class Advice:
-    """Advises once each: when the run averages for longer than it computes, and when a batch is above the target."""
+    """Advises once if the run averages for longer than it computes, and once if a batch is larger than the target."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
-        self._num_short = 0  # steps in a row
+        self._num_short = 0  # global steps in a row with less computing than averaging
         self._is_batch_told = False
 
     def after_batch(self, samples: int, target_batch_size: int) -> str:
-        """The advice after one batch; mostly empty."""
+        """The advice after a batch; usually empty."""
         if samples <= target_batch_size or self._is_batch_told:
             return ""
         self._is_batch_told = True
@@ -56,7 +60,12 @@ class Advice:
         )
 
     def after_step(self, samples_per_second: float, averaging_s: float) -> str:
-        """The advice after one global step, of all peers at that speed; mostly empty."""
+        """The advice after a global step; usually empty.
+
+        Args:
+            samples_per_second: speed of all peers together.
+            averaging_s: seconds that the round took.
+        """
         computing_s = self._target_batch_size / samples_per_second if samples_per_second > 0 else math.inf
         if self._num_short == SHORT_STEPS_UNTIL_ADVICE:
             return ""
@@ -72,7 +81,13 @@ class Advice:
 
 
 def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
-    """The advice for a peer whose downloads take longer than steps, for which the run computes; 0 if unknown."""
+    """The advice for a peer that cannot keep up with the run, as its downloads take longer than global steps.
+
+    Args:
+        num_loads: number of downloaded states in a row that were out of date on arrival.
+        download_s: seconds that the last download took.
+        computing_s: seconds for which the run computes for one global step; 0 if unknown.
+    """
     if 0 < computing_s < download_s:
         target = working_target(computing_s, download_s, target_batch_size)
         larger = f"target_batch_size={target} instead of {target_batch_size}"
@@ -85,7 +100,7 @@ def describe_late_states(num_loads: int, download_s: float, computing_s: float, 
 
 
 def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:
-    """The target, rounded up to two digits, at which computing takes as long as an operation that now takes longer."""
+    """The target at which computing takes ``longer_s`` seconds instead of ``computing_s``; rounded up to two digits."""
     needed = target_batch_size * longer_s / max(computing_s, 1e-3)
     digits = int(10 ** max(math.floor(math.log10(needed)) - 1, 0))
     return math.ceil(needed / digits) * digits

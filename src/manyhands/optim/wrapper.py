@@ -1,4 +1,4 @@
-"""The torch optimizer interface of an optimizer that wraps another."""
+"""Makes an optimizer that wraps another one look like any torch optimizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from manyhands.base.from_hivemind import FromHivemind
 from manyhands.optim.step.replica import Replica
 
 PLACE = "manyhands"
-"""Key of a checkpoint's position in the run."""
+"""Key, in a checkpoint, of what :meth:`.Replica.place` returns: the position in the run, and more."""
 PARTS = ("state", "param_groups")
+"""The keys that the state of any torch optimizer has."""
 PLACE_PARTS = ("step", "lineage", "lineage_samples", "ancestry", "roster", "seal", "scheduler")
+"""The keys that each value under ``PLACE`` has."""
 
 
 def check_accumulation(num_batches: int, *, makes_local_steps: bool) -> None:
-    """Raises ``ConfigError`` if a library lets several batches make one step, and each batch is a step of this peer."""
+    """Raise ``ConfigError`` if a library accumulates the gradients of several batches in a run with local steps."""
     if makes_local_steps and num_batches != 1:
         raise ConfigError(
             f"gradient_accumulation_steps={num_batches} does not work with local_steps, where each batch is a step of "
@@ -29,13 +31,14 @@ def check_accumulation(num_batches: int, *, makes_local_steps: bool) -> None:
 
 
 class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
-    """Shows the groups and the state of another optimizer as its own.
+    """Has the groups and the state of another optimizer as its own.
 
-    With a copy on the host the groups still have the model's parameters, for ``zero_grad`` and gradient scalers.
+    If that works on copies of the parameters on the host, the groups here still have the model's parameters, for
+    ``zero_grad`` and gradient scalers.
 
     Attributes:
         inner: the wrapped optimizer.
-        scheduler: its schedule, by global step.
+        scheduler: its schedule, which moves with each global step; None without one.
     """
 
     _instead_of_a_copy = "state_dict() has its state, and copy.deepcopy(model) keeps the parameters"
@@ -43,19 +46,19 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if isinstance(inner, OptimizerWrapper) or isinstance(getattr(inner, "optimizer", None), OptimizerWrapper):
             raise ConfigError(
-                "optimizer is a manyhands.Optimizer already, which is wrapped once; give the torch optimizer itself, "
-                "optimizer.inner, after close()"
+                "optimizer is a manyhands.Optimizer already, and cannot be wrapped again; close() it, and give "
+                "optimizer.inner, the torch optimizer that it wraps"
             )
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._next_batch: tuple[int, float | None] | None = None
 
-    if not TYPE_CHECKING:  # a misspelt name is an error there
+    if not TYPE_CHECKING:  # otherwise a type checker would accept misspelt names
 
         def __getattr__(self, name: str) -> Any:
             """The other public methods of the wrapped optimizer, such as ``train()`` and ``eval()``.
 
-            The model has what they make of its parameters when they return.
+            When they return, the model has the parameters as they have changed them.
             """
             method = getattr(vars(self).get("inner"), name, None) if not name.startswith("_") else None
             if not inspect.isroutine(method):
@@ -63,7 +66,7 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
             return functools.wraps(method)(functools.partial(self._call, name))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the wrapped optimizer."""
+        """Call a method of the wrapped optimizer, and bring the model's parameters up to date."""
         raise NotImplementedError
 
     @property
@@ -72,17 +75,17 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         return False
 
     def wrap(self, replica: Replica) -> None:
-        """Show the groups and state of a replica from now on."""
+        """Have the groups, the state and the schedule of a replica from now on."""
         self._replica = replica
         self.scheduler = replica.scheduler
         self.share()
 
     def share(self) -> None:
-        """Share the groups and state of the wrapped optimizer, which replaces its own when it loads a state."""
+        """Refer to the groups and state of the wrapped optimizer, which has new ones after it has loaded a state."""
         self.param_groups, self.state = self._replica.shown_groups, self.inner.state
 
     def next_batch(self, batch_size: int, weight: float | None = None) -> None:
-        """Set the batch size of the next ``step()``, where a library makes that call without one.
+        """Set the batch size of the next ``step()``, for libraries that call ``step()`` without one.
 
         Args:
             batch_size, weight: as for ``step()``.
@@ -92,20 +95,23 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     def _batch_of(
         self, batch_size: int | None, weight: float | None, batch_size_per_step: int | None
     ) -> tuple[int | None, float | None]:
-        """The batch that a call of ``step()`` counts."""
+        """The batch size and weight that a call of ``step()`` counts.
+
+        They are its own arguments; without these, those of the last :meth:`next_batch`; or else the default.
+        """
         told, self._next_batch = self._next_batch, None
         if batch_size is None and weight is None and told is not None:
             return told
         return batch_size_per_step if batch_size is None else batch_size, weight
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the run is joined: all its peers must have the same parameters."""
+        """Raises ``ConfigError`` once the optimizer is made: all peers of a run must have the same parameters."""
         if hasattr(self, "inner"):
             raise ConfigError("the parameters of a run are fixed; give all groups to the wrapped optimizer at first")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule."""
+        """The state of the wrapped optimizer; under ``manyhands``, its position in the run and the schedule."""
         return {**self.inner.state_dict(), PLACE: self._replica.place()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,8 +125,8 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         missing += [f"{PLACE}.{name}" for name in PLACE_PARTS if place is not None and name not in place]
         if missing:
             raise ConfigError(
-                f"this state has no {' and no '.join(map(repr, missing))}: load what the state_dict() of such an "
-                f"optimizer has returned, or that of {type(self.inner).__name__} over the same parameters"
+                f"this state has no {' and no '.join(map(repr, missing))}: load a result of state_dict() of "
+                f"manyhands.Optimizer, or of {type(self.inner).__name__} over the same parameters"
             )
         self._replica.load({name: state_dict[name] for name in PARTS}, place)
         self.share()

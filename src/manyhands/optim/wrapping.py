@@ -1,4 +1,4 @@
-"""Which parameters are wrapped in this process, and how a wrapped optimizer becomes one of plain torch again."""
+"""Wraps each optimizer at most once in this process, and makes it one of plain torch again afterwards."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.base.errors import ConfigError
 
 RATES = ("lr", "initial_lr")
-"""The options from which a schedule begins."""
+"""The options from which a schedule computes its learning rates."""
 
 _lock = threading.Lock()
-_trained: dict[int, tuple[torch.Tensor, str]] = {}  # by id: the parameters of all open wrappers, with their run
+_trained: dict[int, tuple[torch.Tensor, str]] = {}
+"""By id: the trained parameters of all open wrappers, each with the id of its run."""
 _left: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, dict[str, Any]]]] = weakref.WeakKeyDictionary()
-"""Closed ones for which a schedule was made: by group, the last rate, and the rates before that schedule."""
+"""The optimizers whose wrapper had made a schedule and was closed. For each group it has the learning rate at that
+time, and the ``RATES`` from before the schedule."""
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def undone_if_it_raises(init: Init) -> Init:
-    """A wrapper's constructor that leaves the wrapped optimizer as it was, if it raises.
+    """Decorate a wrapper's constructor so that it leaves the wrapped optimizer as it was, if it raises.
 
-    It sets ``_wrapping``, a :class:`Wrapping`, before it changes anything.
+    The constructor must set ``self._wrapping``, a :class:`Wrapping`, before it changes the wrapped optimizer.
     """
 
     @functools.wraps(init)
@@ -44,14 +46,14 @@ def undone_if_it_raises(init: Init) -> Init:
 
 
 class Wrapping:
-    """An optimizer while it is wrapped: nothing else may train its parameters.
+    """Reserves an optimizer's parameters while it is wrapped, and can put the optimizer back as it was before.
 
     Args:
         named: the parameters of the optimizer with their names.
-        scheduler: as the user gives it. A schedule goes on from where it is; one that a function makes begins from the
-            rates before the last one that was made so.
+        scheduler: as the user gives it. A schedule goes on from where it is. A function makes a new schedule; if an
+            earlier wrapper had made one, too, the learning rates are first set to those from before that one.
     Raises:
-        ConfigError: another wrapper trains one of them; names it.
+        ConfigError: another wrapper trains one of the parameters; names it.
     """
 
     def __init__(
@@ -81,19 +83,19 @@ class Wrapping:
         self._of_schedule = self._schedule.state_dict() if self._schedule is not None else {}
 
     def _forget_schedule(self) -> None:
-        """Set the rates to those before the schedule that the last wrapper has made."""
+        """Set the learning rates to those from before the schedule that the last wrapper made, if it made one."""
         for group, (last, before) in zip(self._optimizer.param_groups, _left.pop(self._optimizer, ()), strict=False):
             for name in RATES:
-                if name == "initial_lr" or group["lr"] == last:  # else the user has set another one since
+                if name == "initial_lr" or group["lr"] == last:  # otherwise the user has set another rate since
                     group.pop(name, None)
                     group.update({name: before[name]} if name in before else {})
 
     def begin(self) -> None:
-        """The wrapper is made: what it learns stays."""
+        """Take in that the wrapper is made: from now on nothing is put back."""
         self._state, self._of_schedule = {}, {}
 
     def undo(self) -> None:
-        """Put everything back: the wrapper could not be made."""
+        """Put the optimizer and its schedule back as they were: the wrapper could not be made."""
         self._free()
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
@@ -104,7 +106,7 @@ class Wrapping:
             self._schedule.load_state_dict(self._of_schedule)
 
     def end(self) -> None:
-        """The wrapper is closed."""
+        """Take in that the wrapper is closed: the parameters can be wrapped again."""
         self._free()
         if self._makes_schedule:
             groups = zip(self._optimizer.param_groups, self._groups, strict=True)
@@ -118,7 +120,7 @@ class Wrapping:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group; a rate may be a tensor, into which a schedule writes."""
+    """A copy of a parameter group and its tensors: a learning rate may be a tensor, to which a schedule writes."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 

@@ -91,7 +91,7 @@ async def test_a_step_that_leads_elsewhere_than_the_run_is_does_not_count(monkey
 
 async def test_a_peer_that_sends_what_was_not_committed_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     bob = Lacking(
-        monkeypatch, ann=ProtocolViolation(ANN, "sent means that are not what was committed"), carol=COMMITTED
+        monkeypatch, ann=ProtocolViolation(ANN, "sent means that differ from what was committed"), carol=COMMITTED
     )
     assert await bob.rounds.step_towards(END, [ANN, CAROL]) is not None
     assert bob.shunned == [ANN]

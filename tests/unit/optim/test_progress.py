@@ -19,9 +19,9 @@ from manyhands.optim.run.progress import (
     branch_order,
     busy_s,
     crowd_factor,
+    extrapolated_samples,
     is_news,
     next_refresh_s,
-    reckoned_samples,
 )
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
@@ -175,15 +175,15 @@ def test_at_step_0_the_parameters_are_those_of_somebody_whom_all_can_dial() -> N
     assert leading_branch(named(b=other), PeerId("a"), client).position == client.position
 
 
-# reckoning
+# extrapolation
 
 
-def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:
+def test_samples_are_extrapolated_until_the_next_record_is_due() -> None:
     said = record(samples=10, speed=2.0)
-    reckoned = [reckoned_samples(said, age_s) for age_s in (-1.0, 0.0, 0.5, 3.0, 10.0, 29.0)]
-    assert reckoned == [10, 10, 11, 16, 30, 30]
+    extrapolated = [extrapolated_samples(said, age_s) for age_s in (-1.0, 0.0, 0.5, 3.0, 10.0, 29.0)]
+    assert extrapolated == [10, 10, 11, 16, 30, 30]
     late = msgspec.structs.replace(said, counted_s_ago=2.0)
-    assert reckoned_samples(late, 3.0) == 20
+    assert extrapolated_samples(late, 3.0) == 20
 
 
 HUGE = st.floats(0, allow_infinity=False)
@@ -195,13 +195,13 @@ def test_samples_extrapolated_from_any_record_stay_in_bounds(
     speed: float, ago_s: float, ttl_s: float, age_s: float, samples: int
 ) -> None:
     said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s, ttl_s=ttl_s)
-    assert samples <= reckoned_samples(said, age_s) <= 2**53
+    assert samples <= extrapolated_samples(said, age_s) <= 2**53
 
 
 @pytest.mark.parametrize(
     ("own", "is_far_news", "is_near_news"),
     [
-        (record(samples=30, speed=2.0), False, False),  # exactly as the others reckon
+        (record(samples=30, speed=2.0), False, False),  # exactly as the others predict
         (record(samples=20, speed=2.0), False, True),
         (record(samples=39, speed=2.0), False, True),
         (record(samples=41, speed=2.0), True, True),

@@ -103,6 +103,6 @@ def test_without_the_model_a_warning_says_what_to_write(caplog: pytest.LogCaptur
     warn_of_rest(models_of(parameters), parameters)
     (text,) = caplog.messages
     assert text.startswith(
-        "The model has 6 parameters that the optimizer has not (0.0.bias, 0.0.weight, 0.1.bias, ...)"
+        "The model has 6 parameters that the optimizer does not have (0.0.bias, 0.0.weight, 0.1.bias, ...)"
     )
     assert text.endswith("manyhands.Optimizer(..., model=model)")

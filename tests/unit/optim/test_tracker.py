@@ -246,7 +246,7 @@ async def test_peers_at_other_positions_are_not_expected() -> None:
 
 
 async def test_a_call_makes_a_round_due_a_little_before_the_target_is_counted_until_it_is_answered() -> None:
-    """What a peer reckons may be wrong by a tenth of the target, of 10 samples here."""
+    """The predicted samples of a peer may be wrong by a tenth of the target, of 10 samples here."""
     async with run_of_one() as run:
         run.tracker.report(9, 2.0)
         assert not run.tracker.is_due()
@@ -486,7 +486,7 @@ async def test_records_are_read_less_and_less_often_at_the_target() -> None:
         assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
 
 
-async def test_a_peer_that_was_in_a_round_is_reckoned_from_its_end_on() -> None:
+async def test_samples_of_a_peer_are_extrapolated_from_the_end_of_its_round_on() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, age_s=9.0, samples=0, samples_per_second=1.0, counted_s_ago=1.0)
         assert run.tracker.outlook.samples == 10

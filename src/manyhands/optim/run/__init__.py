@@ -1,1 +1,1 @@
-"""What this peer knows of the run, and how it takes part."""
+"""One peer's view of the run, from the others' records, and its decisions and rounds in it."""

@@ -1,8 +1,9 @@
 """Chooses the branch of the run that a peer should be on, from the others' records. Pure; times are loop times.
 
-The branch with the highest (global step, samples in its lineage, digest) leads, of those that a peer believes in
-(:mod:`manyhands.optim.run.belief`). The peers of a higher branch that has less than half of all peers follow the others
-after a while.
+A *branch* is a position that some peers hold, with its lineage: all that was committed on the way there. Of the
+branches that a peer believes in (:mod:`manyhands.optim.run.belief`), the one with the highest (global step, samples in
+its lineage, lineage digest) is the best one, and leads. There is one exception: if most peers have been on a lower
+branch for a while, the peers of the higher branch go over to them.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Branch:
-    """A position of the run, and the holders of its state."""
+    """A position of the run, and the peers that have its state."""
 
     position: Position
     holders: tuple[PeerId, ...]
 
 
 def leading_branch(others: Records, own_id: PeerId, own: PeerRecord) -> Branch:
-    """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
+    """The best branch, which all peers should be on.
 
-    At step 0 nothing has been learnt yet, and the highest claim wins (docs/adr/0030-initial-parameters.md). Of equal
-    claims the lowest peer id does: of the trainers that can be dialled, so that all can follow; without any, of the
-    auxiliary peers; without these, of all.
+    At step 0 nothing has been learnt yet, and the highest :class:`.progress.Claim` wins
+    (docs/adr/0030-initial-parameters.md). Of equal claims, the peer with the lowest id wins: among the trainers that
+    accept connections, so that all can load its state; if there are none, among the auxiliary peers that do; and if
+    there are none of these, among all.
     """
     candidates = {**others, own_id: own}
     best = max(candidates.values(), key=branch_order)
@@ -46,7 +48,8 @@ def leading_branch(others: Records, own_id: PeerId, own: PeerRecord) -> Branch:
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
         best = candidates[min(candidates)]
-    return Branch(best.position, tuple(sorted(one for one in candidates if candidates[one].position == best.position)))
+    holders = [peer_id for peer_id, record in candidates.items() if record.position == best.position]
+    return Branch(best.position, tuple(sorted(holders)))
 
 
 def _not_followed(claims: Records) -> str:
@@ -55,15 +58,15 @@ def _not_followed(claims: Records) -> str:
         return f"Peer {first} claims that the run is at step {step}, but too few others do: it is not followed"
     return (
         f"{len(claims)} peers, {first} among them, claim that the run is at step {step}, but too few of those that "
-        "train with this peer do: they are not followed. If they are no strangers, the run was begun twice: restart "
+        "train with this peer do: they are not followed. If you know these peers, the run was begun twice: restart "
         "the peers on this side, which then load the state of the others"
     )
 
 
 class _Shunned(NamedTuple):
-    until: float
+    until: float  # loop time
     reason: str
-    is_beyond_start: bool  # it claimed to be beyond step 0
+    is_beyond_start: bool  # the peer claimed to be beyond step 0
 
 
 class BranchChoice:
@@ -71,10 +74,11 @@ class BranchChoice:
 
     Attributes:
         belief: decides which claims of the others this peer believes.
-        believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
+        believed: the others' records, except those that claim to be ahead and are not believed, or not yet.
         is_joining: this peer does not train yet.
-        seen: the highest global step that each other peer was at, as this one has seen at step 0 itself, also if it is
-            gone: by the record of a peer that it believes, or by a state that it began to download.
+        seen: the highest global step at which this peer has seen each other peer, while it was at step 0 itself. It is
+            kept after that peer has gone. It comes from records that this peer believes, and from the headers of states
+            that it began to download.
     """
 
     def __init__(self, own_id: PeerId, own: PeerRecord, is_connected: Callable[[PeerId], bool]) -> None:
@@ -86,10 +90,10 @@ class BranchChoice:
         self._own = own
         self._is_connected = is_connected
         self._records: Records = {}
-        self._plausible: Records = {}  # the believed ones, and those of which it cannot tell yet
+        self._plausible: Records = {}  # the believed records, and those that this peer cannot judge yet
         self._unbelieved_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, _Shunned] = {}
-        self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
+        self._majority: Position | None = None  # the result of :meth:`Belief.other_majority`
 
     def look(self, own: PeerRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
@@ -99,7 +103,7 @@ class BranchChoice:
         self._majority = self.belief.other_majority(own, records, now)
         unbelieved, undecided = self.belief.judge(own, records)
         self._unbelieved_since = {peer_id: self._unbelieved_since.get(peer_id, now) for peer_id in unbelieved}
-        # some are not believed for a moment, until others are read as well
+        # a true claim may have too few votes for a moment, until the records of the other voters are read
         to_log = sorted(one for one in unbelieved if now >= self._unbelieved_since[one] + DIAL_S)
         if to_log:
             self._unbelieved_since.update(dict.fromkeys(to_log, math.inf))
@@ -109,7 +113,7 @@ class BranchChoice:
         self._plausible = {peer: record for peer, record in records.items() if peer not in unbelieved | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in undecided}
         if own.position.step == 0 and (self.is_joining or own.claim < Claim.BEGAN):
-            # one whose user says that it begins the run waits for nobody that it has not reached
+            # a peer whose user says that it begins the run does not wait for peers that it has not reached
             seen = self._plausible if self._is_new and own.claim is not Claim.TOLD else self.believed
             for peer_id, record in seen.items():
                 if record.position.step:
@@ -126,16 +130,16 @@ class BranchChoice:
             self.seen[peer_id] = max(step, self.seen.get(peer_id, 0))
 
     def shun(self, peer_id: PeerId, now: float, reason: str) -> None:
-        """Ignore a peer's claims of a better branch: it sent an unusable state."""
+        """Ignore a peer's claims of a better branch for ``SHUN_S`` seconds, as it sent a state that cannot be used."""
         record = self._records.get(peer_id)
         self._shunned[peer_id] = _Shunned(now + SHUN_S, reason, record is None or record.position.step > 0)
         self.seen.pop(peer_id, None)
 
     def refusal(self) -> str:
-        """Why this peer must not begin a branch: it refused the state of all that are ahead. Empty if it may.
+        """Why this peer must not begin a branch: it has refused the states of all peers ahead. Empty if it may.
 
-        A peer that has learnt anything, or has begun the run, goes on: peers with a bad state must not be able to stop
-        it.
+        A peer beyond step 0, or one that has begun the run, may always go on: otherwise peers with bad states could
+        stop it.
         """
         here = self._own.position
         if here.step or self._own.claim >= Claim.BEGAN or self.best().position != here:
@@ -145,26 +149,32 @@ class BranchChoice:
         return next((shunned.reason for shunned in self._shunned.values() if shunned.is_beyond_start), "")
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
-        """Whether this peer could get another one's state; a client must be connected for that."""
+        """Whether this peer could get another one's state; a peer in client mode must be connected to it for that."""
         record = self._records.get(peer_id)
         if record is None or not record.is_client:
             return record is not None
         return not self._own.is_client and self._is_connected(peer_id)
 
     def leading(self, without_state: Collection[PeerId]) -> Branch:
-        """The branch that this peer should be on, among those whose state others than these can send."""
+        """The branch that this peer should be on, among those whose state it can get.
+
+        Args:
+            without_state: peers that have failed to send their state; they do not count.
+        """
         believed = {peer_id: self.believed[peer_id] for peer_id in self.believed if peer_id not in without_state}
         return self._chosen(self._within_reach(believed))
 
     def best(self) -> Branch:
-        """The best known branch, whether or not this peer can tell already.
+        """The best known branch, including claims that this peer cannot judge yet.
 
-        Only a newcomer waits for a branch whose state it cannot get: from clients, until one has connected to it.
+        For a peer that has nothing to lose, that may be a branch whose state only clients have: it waits until one of
+        them has connected to it. For all others, it is a branch whose state they can get.
         """
         return self._chosen(self._plausible if self._is_new else self._within_reach(self._plausible))
 
     @property
     def _is_new(self) -> bool:
+        """Whether this peer has nothing to lose: it is at step 0 without samples, and accepts connections."""
         return not (self._own.is_client or self._own.samples or self._own.position.step)
 
     def waits_for_clients(self) -> bool:
@@ -173,7 +183,7 @@ class BranchChoice:
         return best.position != self._own.position and not any(map(self.can_hand_out, best.holders))
 
     def _chosen(self, others: Records) -> Branch:
-        """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
+        """The branch of the majority, if that has been on a lower one for a while; else the leading branch."""
         holders = [
             peer_id for peer_id, record in sorted(self._records.items())
             if record.position == self._majority and peer_id not in self._shunned and self.can_hand_out(peer_id)
@@ -183,6 +193,6 @@ class BranchChoice:
         return leading_branch(others, self._own_id, self._own)
 
     def _within_reach(self, records: Records) -> Records:
-        """These records without peers on other branches whose state is not available."""
+        """The records of this peer's branch, and of those whose state this peer can get."""
         here = self._own.position
         return {one: record for one, record in records.items() if record.position == here or self.can_hand_out(one)}

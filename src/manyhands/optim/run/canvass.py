@@ -1,7 +1,8 @@
-"""Dials the peers whose votes decide where a run is: what they say of their addresses proves nothing.
+"""Dials the peers that vote on the position of a run, as the electorate *networks* of :mod:`.belief`.
 
-A peer that was reached votes for the network in which it was, so the identities of one machine have one vote, wherever
-they claim to be. :func:`sample` says which peers are needed, the class dials them.
+The addresses that a peer publishes prove nothing. So a peer has a vote only once it was reached, and that is the vote
+of the network in which it was reached: the identities of one machine have one vote together, wherever they claim to be.
+:func:`sample` selects the peers whose votes are needed, and :class:`Canvass` dials them.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 ENOUGH_VOTES = 32
-"""Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
+"""The largest number of networks that vote. Of more, random ones are chosen, so that in a large run no peer dials all
+others."""
 AT_ONCE = 64
-"""Dials at a time: those of a thousand false identities must end within two minutes."""
+"""Number of dials at a time: so many that dials of a thousand false identities end within two minutes."""
 
 
 def sample(
     records: Records, vote_of: Callable[[PeerId, PeerRecord], str | None], rank: Callable[[PeerId], float]
 ) -> tuple[dict[PeerId, str], list[PeerId]]:
-    """The peers that vote on where the run is, each with the name of its vote, and those that must be dialled first.
+    """Select the peers that vote on the position of the run.
 
-    Peers that have an address vote if they were reached. Without any of these, peers without an address vote. Of many
-    networks ``ENOUGH_VOTES`` are enough.
+    Peers that publish an address vote if they were reached. If there are none of these, peers without an address vote.
+    ``ENOUGH_VOTES`` networks are enough.
+
+    Returns the voters, each with the name of its vote, and the peers that must be dialled first.
 
     Args:
-        vote_of: the name of the vote of a peer that was reached; empty if it cannot be, None if it was not dialled yet.
-        rank: a random number for each peer, which stays the same. Nobody else knows it.
+        vote_of: returns the name of a peer's vote if it was reached, "" if it cannot be reached, and None if it was not
+            dialled yet.
+        rank: returns a random number for each peer, always the same, that no other peer knows.
     """
     learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
     in_order = [peer_id for peer_id, record in learnt.items() if record.addresses]
-    if len(in_order) > ENOUGH_VOTES:  # one of each network that they claim, then another one of each
+    if len(in_order) > ENOUGH_VOTES:  # one peer of each network that they claim, then a second one of each, and so on
         turns: dict[str, itertools.count[int]] = defaultdict(itertools.count)
         in_order.sort(key=rank)
         in_order.sort(key=lambda peer_id: next(turns[voter_of(peer_id, learnt[peer_id].addresses)]))
@@ -71,9 +76,10 @@ def sample(
 
 
 def vote_from(host: str, name: str) -> str:
-    """The name of the vote of a peer that was reached: its network, which peers of one owner share.
+    """The name of the vote of a peer that was reached at ``host``.
 
-    In a local network each machine has a vote; on this machine, each ``name``.
+    It is the network of a public address, as the peers of one owner are often in one network. In a local network it is
+    the address, so each machine has a vote. On this machine it is ``name``.
     """
     address = ipaddress.ip_address(host.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
@@ -83,7 +89,7 @@ def vote_from(host: str, name: str) -> str:
 
 
 class _Failure(NamedTuple):
-    """A dial in vain: the peer has no vote for ``lasts_s``, unless it connects to this one meanwhile."""
+    """A failed dial: the peer has no vote for ``lasts_s`` seconds, unless it connects to this one meanwhile."""
 
     at: float  # loop time
     lasts_s: float
@@ -91,10 +97,10 @@ class _Failure(NamedTuple):
 
 
 class Canvass:
-    """Knows which peers were reached, and dials the others when their votes are needed. Lives on the network thread.
+    """Knows which peers were reached, and dials others when their votes are needed. Lives on the network thread.
 
     Args:
-        on_news: called whenever a peer was dialled.
+        on_news: called after each dial, successful or not.
     """
 
     def __init__(self, endpoint: Endpoint, rng: random.Random, on_news: Callable[[], None] = lambda: None) -> None:
@@ -102,7 +108,7 @@ class Canvass:
         self._rng = rng
         self._on_news = on_news
         self._records: Records = {}  # of the last poll
-        self._is_in_vain = False  # the last poll has reached none of all these
+        self._is_in_vain = False  # whether all peers of the last poll were dialled, and none could be reached
         self._undialled: list[PeerId] = []
         self._failed: dict[PeerId, _Failure] = {}
         self._ranks: dict[PeerId, float] = {}
@@ -115,7 +121,7 @@ class Canvass:
         await self._tasks.close()
 
     def poll(self, records: Records) -> Poll:
-        """Return the peers that vote, and begin to dial the others that are needed."""
+        """Return the peers that vote, and begin to dial those that must be reached before they can."""
         self._records = records
         self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if peer_id in records}
         self._ranks = {peer_id: rank for peer_id, rank in self._ranks.items() if peer_id in records}
@@ -126,7 +132,7 @@ class Canvass:
         return Poll(voters, num_open=len(self._undialled) or int(not voters))
 
     async def brings_news(self) -> bool:
-        """Wait until more votes are known; False at once if nobody is being dialled."""
+        """Wait until a dial ends, ``DIAL_S`` at most, and return True; False at once if no peer is being dialled."""
         if self._dialling is None or self._dialling.done():
             return False
         self._has_news.clear()
@@ -134,14 +140,15 @@ class Canvass:
         return True
 
     def _vote_of(self, peer_id: PeerId, record: PeerRecord) -> str | None:
-        if not record.addresses:  # it dialled this peer, so the address that is seen may be that of a router
+        if not record.addresses:  # it has dialled this peer, and several such peers may share the address of a router
             host = self._endpoint.host_of(peer_id)
             return vote_from(host, host) if host else ""
         if host := self._endpoint.reached_host(peer_id):
             return vote_from(host, peer_id)
         if (failure := self._failed.get(peer_id)) is None:
             return None
-        lasts_s = TWO_DIALS_S if self._is_in_vain else failure.lasts_s  # this machine may have been offline
+        # if no peer at all could be reached, this machine may have been offline: dial again sooner
+        lasts_s = TWO_DIALS_S if self._is_in_vain else failure.lasts_s
         is_over = asyncio.get_running_loop().time() - failure.at >= lasts_s
         return None if is_over or (self._endpoint.is_connected(peer_id) and not failure.was_connected) else ""
 
@@ -165,9 +172,10 @@ class Canvass:
             await self._endpoint.reach(peer_id, DIAL_S)
         except (Unavailable, PeerError) as error:
             lasts_s = TWO_DIALS_S if isinstance(error, TooEarly) else SHUN_S
-            logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
+            logger.debug("peer %s has no vote on the position of the run: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
-            now, was_connected = asyncio.get_running_loop().time(), self._endpoint.is_connected(peer_id)
+            now = asyncio.get_running_loop().time()
+            was_connected = self._endpoint.is_connected(peer_id)
             self._failed[peer_id] = _Failure(now, lasts_s, was_connected)
         self._on_news()
         self._has_news.set()

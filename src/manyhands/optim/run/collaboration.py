@@ -1,7 +1,8 @@
-"""The networked half of the optimizer: one peer's part in one run. Lives on the network thread, touches no tensor.
+"""The part of the optimizer on the network thread: one peer's membership in one run. It touches no tensor itself.
 
-It joins the run, decides after each micro-batch what to do (go on computing, step with the others or alone, or load
-their state), moves from position to position, and downloads the state.
+It joins the run, decides after each micro-batch what to do (go on computing, make a step with the others or alone, or
+load their state), records the position of this peer, and downloads the state. The training thread calls it through
+:class:`manyhands.optim.blocking_client.BlockingRunClient`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-LOADS_UNTIL_ADVICE = 4
-MAX_CONTRADICTED = 3  # states to download until one has the sums that the majority published
+LOADS_UNTIL_ADVICE = 4  # downloads of the state in a row without a step in between
+MAX_CONTRADICTED = 3  # states to download in search of one whose sketch is that of the majority
 
 
 @dataclass(eq=False)
@@ -55,8 +56,9 @@ class Collaboration:
     """One peer's part in one run: its manifest, progress, rounds and state server.
 
     Attributes:
-        loop: on which all of it runs, from :meth:`start` on.
-        on_leaving: called when this peer has left the run, and nothing is done for it any more.
+        local: the trained state of this peer, which belongs to the training thread.
+        loop: the event loop of the network thread, from :meth:`start` on.
+        on_leaving: called once this peer has left the run, and all tasks of it have ended.
     """
 
     presence: Presence
@@ -71,11 +73,11 @@ class Collaboration:
     on_leaving: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self._num_vain_loads = 0  # since this peer took part in a step
-        self._state_donors: Sequence[PeerId] = ()  # likewise, of the last state
-        self._alone_since: float | None = None  # loop time
+        self._num_vain_loads = 0  # downloads of the state since this peer last took part in a round
+        self._state_donors: Sequence[PeerId] = ()  # of the last of these downloads
+        self._alone_since: float | None = None  # loop time since when no other peer of the run is seen
         self._clock_offset_s: float | None = None
-        self._has_begun = False  # no other peer had signed the settings of the run
+        self._has_begun = False  # whether no other peer had signed the settings of the run when this one did
         self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
         self._machine = RunMachine(self.averaging)
@@ -86,14 +88,14 @@ class Collaboration:
         """Join the run.
 
         Raises:
-            ConfigError: this peer's ticket is for another run, or it has none for a run by invitation.
-            ManifestMismatch: this peer does not fit it.
+            ConfigError: this peer's ticket is for another run, or it has none and the run is by invitation.
+            ManifestMismatch: this peer's settings or model differ from those of the run.
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self.presence, self.manifest
         self.loop = asyncio.get_running_loop()
         async with presence.leaving:
-            pass  # an optimizer that was lost a moment ago
+            pass  # wait until an optimizer that was garbage-collected a moment ago has left
         await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
@@ -153,17 +155,17 @@ class Collaboration:
         presence.on_close.append(self.close)
 
     async def _check_new_run(self) -> None:
-        """Warn that no peer trains in this run yet, or raise ``RunNotFound`` if it must not be begun."""
+        """Warn that this peer begins the run; raise ``RunNotFound`` if ``start_new=False`` forbids that."""
         dht = self.presence.dht
         if self.start_new or not dht.num_known_peers:
             return
         runs = await find_runs(dht, self.run_id)
-        if any(run.run_id == self.run_id for run in runs):  # only its monitor is there, say
+        if any(run.run_id == self.run_id for run in runs):  # it is known, although no trainer is there, say its monitor
             return
         message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
         if self.start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
-        if runs:  # else there is no run that could be meant
+        if runs:  # else the user cannot have meant another run
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
 
     def health(self) -> Health:
@@ -183,7 +185,7 @@ class Collaboration:
         while True:
             presence = self.presence
             others = list(filter(presence.endpoint.is_connected, self.tracker.observed()))
-            if not others:  # with a wrong clock it can read no records
+            if not others:  # if this peer's clock is wrong, it reads no records, so it knows no peers of the run
                 others = [contact.peer_id for contact in presence.dht.contacts()]
             self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
             log.tell(self.health())
@@ -199,12 +201,13 @@ class Collaboration:
         self.step_rounds.plan()
 
     async def close(self) -> None:
-        """Leave the run. May be called twice; the second call waits for the first."""
+        """Leave the run. A second call only waits for the first one to end."""
         async with self.presence.leaving:
             if self.close not in self.presence.on_close:
                 return
             self._machine.lull_until = -math.inf
-            is_new = self.tracker.own.position.step == 0  # another attempt to join must know
+            # a later attempt to join must know what this peer has seen of the run while it was at step 0 itself
+            is_new = self.tracker.own.position.step == 0
             self.presence.seen_steps[self.run_id] = dict(self.tracker.branches.seen) if is_new else {}
             try:
                 await self._parts.aclose()
@@ -214,7 +217,10 @@ class Collaboration:
                     self.on_leaving()
 
     async def close_lost(self) -> None:
-        """Leave the run if nobody has closed the optimizer, which is lost: the others need not wait for this peer."""
+        """Leave the run after the optimizer was garbage-collected without ``close()``.
+
+        So the others do not wait for this peer.
+        """
         if self.close in self.presence.on_close:
             logger.info("The Optimizer of run %r is gone without close(): this peer leaves the run", self.run_id)
             await self.close()
@@ -226,19 +232,23 @@ class Collaboration:
             self.tracker.claim(claim)
 
     def has_joined(self) -> None:
-        """Take part from now on, from where this peer is."""
+        """Take part in the run from now on, from this peer's position: publish, and read the others' records."""
         self._claim(Claim.JOINED)
         self.tracker.branches.is_joining = False
         self.tracker.start()
 
     def may_go_on_from_here(self) -> bool:
-        """Whether this peer, which joins, needs no state of others: there is none, and it may begin the run."""
+        """Whether this peer, while it joins, can go on from its own parameters.
+
+        It can if it knows of no better branch, and of no former state of the run, and may begin the run if that does
+        not exist yet.
+        """
         tracker = self.tracker
         may_begin = self.start_new is not False or self._has_begun or bool(tracker.trainers())
         return tracker.is_on_best_branch() and not tracker.has_lost_run() and may_begin
 
     def no_state(self) -> str:
-        """Why this peer, at step 0, has no state to begin from, and what to do."""
+        """The message that this peer, at step 0, finds no state of the run to begin from, and what to do."""
         step = self.tracker.branches.seen_step
         here = f"run {self.run_id!r}"
         found = (
@@ -263,15 +273,17 @@ class Collaboration:
     async def decide(
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
     ) -> Decision:
-        """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
+        """Report what this peer has accumulated; returns what to do next.
 
-        :mod:`.run_machine` decides; this carries out what that wants to know first.
+        :mod:`.run_machine` decides. This method carries out its actions, such as reading records or asking peers.
 
         Args:
-            may_wait: wait for the others' batches if these reach the target, rather than compute one more.
+            batch_s: seconds that the last batch took; 0 if unknown.
+            may_wait: whether this may wait for the others' batches, if these reach the target before another batch of
+                this peer would end.
         Raises:
             ConfigError: another process with this peer's identity began earlier, or this peer is banned or has left.
-            Unavailable: it has learnt nothing yet, and cannot use the state of the peers that are ahead.
+            Unavailable: this peer is at step 0, and the states of the peers that are ahead could not be used.
         """
         if self.tasks.is_closed:
             raise ConfigError(LEFT)
@@ -286,7 +298,8 @@ class Collaboration:
                 match action:
                     case run_machine.Decide(decision):
                         if decision is Decision.RELOAD:
-                            self.local.can_replay = False  # something here changes parameters beside the steps
+                            # something on this machine changes parameters between steps: replayed steps would differ
+                            self.local.can_replay = False
                             self._drift.tries_reload()
                         return decision
                     case run_machine.Fail(reason):
@@ -311,7 +324,7 @@ class Collaboration:
         return self._machine.on(event, asyncio.get_running_loop().time(), self._situation())
 
     def _situation(self) -> run_machine.Situation:
-        # after its download a peer has this long to appear, before a lone one moves on
+        # a newcomer counts as one for LATE_ANSWER_S after its download, so that it can appear in a round
         return self.tracker.situation(
             differs=self._drift.compare(),
             newcomers=self._server.followers(LATE_ANSWER_S),
@@ -321,20 +334,25 @@ class Collaboration:
         )
 
     async def rest(self, seconds: float) -> None:
-        """Rest for this time, or until a step becomes due."""
+        """Sleep for so many seconds, or until a step becomes due."""
         if self.tracker.is_due():
-            await asyncio.sleep(seconds)  # its obstacle is still there
+            await asyncio.sleep(seconds)  # the step could not be made: without a pause the caller would try at once
         else:
             await self.tracker.wait_until_due(seconds)
 
     def is_lull(self, now: float) -> bool:
-        """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
+        """Whether batches need not be reported for now, as no step can be due; safe to call from any thread."""
         return now < self._machine.lull_until and not (self.tracker.is_called or self.tracker.twin.is_older)
 
     # from position to position
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
-        """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
+        """Record that this peer has made a global step, which led to ``position``.
+
+        Args:
+            outcome: of the averaging.
+            sketch: of the new parameters; see :mod:`.drift`.
+        """
         self.presence.own_mode.listen_if_possible()
         self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
@@ -343,8 +361,13 @@ class Collaboration:
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
-        """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
-        self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
+        """Record that this peer is at another position, without a step.
+
+        Args:
+            state: the state that it has downloaded; None if it begins there, or has loaded a checkpoint.
+        """
+        # the error feedback of the codec belongs to gradients of the former position
+        self._rounds.forget_errors(keeps_unsent=state is not None)
         donor = state.donors[0] if state is not None else None
         if donor is not None and position.step == 0:
             logger.log(
@@ -356,29 +379,39 @@ class Collaboration:
         self._drift.loaded()
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
-        """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
+        """Record that this peer has replayed a step that the others had made, which led to ``position``.
+
+        Its parameters are compared with theirs, as after a step of its own.
+        """
         self.tracker.load(position, lineage_samples, next(iter(self._state_donors), None))
         self._drift.moved(position, sketch, is_in_grid=False)
 
     def must_be_called_on(self) -> bool:
-        """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
+        """Whether only peers in client mode have the run's state.
+
+        Then this peer must publish its addresses, so that they can connect to it.
+        """
         return self.tracker.branches.waits_for_clients()
 
     def followers(self) -> set[PeerId]:
-        """The future trainers that download the state from this peer now."""
+        """The newcomers that download the state from this peer at this moment."""
         return self._server.followers(0.0)
 
     async def is_waited_for(self) -> bool:
-        """Whether a peer that answers has yet to reach this peer's global step, or downloads the state from here."""
+        """Whether another peer downloads the state from this one, or is behind its global step and still answers."""
         if self.followers():
             return True
         await self.tracker.look()
         return await self._contacts.any_answers(self.tracker.behind())
 
     async def choose_branch(self) -> None:
-        """Wait until this peer can tell on which branch the run is; ``Unavailable`` if it has reached no other peer."""
+        """Wait until this peer can tell on which branch the run is.
+
+        Raises:
+            Unavailable: there is no state to load, or none of the peers that claim to have one could be reached.
+        """
         tracker = self.tracker
-        if tracker.is_on_best_branch():  # and may not go on from there
+        if tracker.is_on_best_branch():  # the caller has found that this peer may not go on from its own parameters
             raise Unavailable(self.no_state())
         while not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
             if not await self._canvass.brings_news():
@@ -390,17 +423,19 @@ class Collaboration:
         can_hand_out = self.tracker.branches.can_hand_out
         donors = [peer_id for peer_id in branch.holders if peer_id in records and can_hand_out(peer_id)]
         self.presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
+        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # clients last: they need their links for training
         return self._drift.ordered(donors, branch.position)
 
     async def download(self) -> State:
         """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
-        donors, loop, tracker = self._donors(), asyncio.get_running_loop(), self.tracker
+        donors = self._donors()
+        loop = asyncio.get_running_loop()
+        tracker = self.tracker
         if not donors and tracker.branches.waits_for_clients():
             where = ", ".join(map(str, self.presence.endpoint.addresses))
             raise Unavailable(
-                "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
-                f"they dial it at {where}, so that must accept connections"
+                "only peers in client mode have the state of the run, and none of them has connected to this one yet. "
+                f"They dial this peer at {where}, so these addresses must accept connections"
             )
         started = loop.time()
         try:
@@ -419,9 +454,10 @@ class Collaboration:
         return state
 
     async def _download_believable(self, donors: Sequence[PeerId], position: Position) -> State:
-        """Download a state whose sums the majority has published, if a few attempts find one.
+        """Download a state whose sketch is that of the majority, in up to ``MAX_CONTRADICTED`` attempts.
 
-        Else it is the first one: users' own code may change the parameters of all peers after they published.
+        Without one, return the first state: users' own code may change the parameters of all peers after they have
+        published their sketches.
         """
         contradicted: list[State] = []
         while not contradicted or (donors and len(contradicted) < MAX_CONTRADICTED):
@@ -438,7 +474,7 @@ class Collaboration:
             sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in contradicted for donor in other.donors}:
-                    logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
+                    logger.warning("Peer %s sent another state of step %d than the majority has; this peer ignores it",
                                    liar, position.step)  # fmt: skip
                     self.tracker.shun(liar, f"peer {liar} sent another state than most peers have")
                 return state
@@ -453,12 +489,15 @@ class Collaboration:
             self.tracker.branches.note(donor, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
-        """The step that the run has made from here, if a peer has kept it; None if this peer must load the state."""
-        if self._state_donors:  # the others have gone on during the download, and maybe during the steps since
+        """The step that the run has made from this peer's position, if a peer has kept it.
+
+        None if this peer must load the state instead, or is where the run is.
+        """
+        if self._state_donors:  # the others may have made steps since the download began
             await self.tracker.look(MOMENT_S)
         if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
-        members = self.local.roster.members  # any stranger may be at that position, and hold this peer up
+        members = self.local.roster.members  # they are asked before others: a stranger may be slow on purpose
         others = sorted(self._donors(), key=lambda donor: donor not in members)
-        donors = dict.fromkeys([*self._state_donors, *others])  # those of the state keep the steps since
+        donors = dict.fromkeys([*self._state_donors, *others])  # the donors of the state have kept the steps since
         return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))

@@ -1,9 +1,10 @@
 """Direct contacts between the peers of a run; everything else goes through the DHT.
 
-* Near the target of a step, each peer sends the others what it has accumulated: the DHT is too slow for that.
-* Before a step alone, a peer asks those of earlier rounds for their positions: the nodes of the DHT near the run's key
-  may be gone or malicious.
-* A peer dials others that do not come: of one that has died, the machine says so before its record expires.
+* Near the target of a step, each peer sends the others its number of samples: the DHT is too slow for that.
+* Before a step alone, a peer asks the peers of earlier rounds for their positions: the nodes of the DHT that hold the
+  run's records may be gone or malicious.
+* A peer dials others that do not come to rounds. If a process has died, its machine refuses the connection, so the
+  others need not wait until the record expires.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -32,19 +33,23 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
+"""The largest number of peers that are asked at once whether they are still there."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
+"""A peer is gone if dials of all its addresses fail for one of these reasons."""
 
 
 class WhereAreYou(msgspec.Struct):
-    """Asks a peer of the run for what it would publish now."""
+    """Asks a peer of the run for its present record. The answer is :class:`HereIAm`."""
 
 
 class HereIAm(msgspec.Struct):
+    """The present record of the sender."""
+
     record: PeerRecord
 
 
 class TellResponse(msgspec.Struct):
-    pass
+    """Confirms a :class:`HereIAm` that was sent without being asked for."""
 
 
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
@@ -55,7 +60,7 @@ class Contacts:
     """One peer's direct contacts with the others of its run.
 
     Args:
-        tasks: owns the calls in the background; once it is closed, this peer has left, and calls nobody.
+        tasks: owns the calls in the background. Once it is closed, this peer has left the run, and calls no peer.
     """
 
     def __init__(self, presence: Presence, run_id: str, tracker: ProgressTracker, tasks: TaskOwner) -> None:
@@ -63,8 +68,8 @@ class Contacts:
         self._endpoint = RunEndpoint(presence.endpoint, run_id)
         self._tracker = tracker
         self._tasks = tasks
-        self._told: tuple[Position, int] | None = None
-        self._silent_at = -math.inf  # loop time, when nobody answered
+        self._told: tuple[Position, int] | None = None  # what the others were last told: position and samples
+        self._silent_at = -math.inf  # loop time when none of the asked peers answered
         self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
@@ -76,7 +81,7 @@ class Contacts:
         self._endpoint.unhandle(TELL)
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Tell others in the background what this peer has accumulated, once."""
+        """Send these peers this peer's record, in the background, unless its number of samples was sent before."""
         record = self._tracker.own
         if self._tasks.is_closed or self._told == (record.position, record.samples):
             return
@@ -92,14 +97,15 @@ class Contacts:
             return None
 
     def _on_told(self, remote: PeerId, news: HereIAm) -> TellResponse:
-        if remote in self._tracker.observed():  # the DHT alone bounds the number of records
+        if remote in self._tracker.observed():  # the DHT bounds the number of records; others are ignored here
             self._tracker.heard(remote, news.record)
         return TellResponse()
 
     async def anyone_answers(self) -> bool:
-        """Whether a peer of earlier rounds that the DHT hides is still in the run; its answer counts as if it did not.
+        """Ask peers of earlier rounds whose records are not in the DHT; returns whether one of them is still there.
 
-        After silence nobody is asked for a while.
+        The records in their answers count like records of the DHT. If none answers, none is asked again for
+        ``TWO_DIALS_S``.
         """
         observed, now = self._tracker.observed(), asyncio.get_running_loop().time()
         hidden = [peer for peer in self._tracker.branches.belief.recently_met(MAX_ASKED) if peer not in observed]
@@ -112,7 +118,7 @@ class Contacts:
         return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
-        """Whether one of these peers is still there; of many, some are asked."""
+        """Ask up to ``MAX_ASKED`` of these peers; returns whether one of them answers."""
         return any(await asyncio.gather(*map(self._ask, peer_ids[:MAX_ASKED])))
 
     async def _ask(self, peer_id: PeerId) -> bool:
@@ -128,9 +134,9 @@ class Contacts:
     # the dead
 
     def look_for_the_dead(self) -> None:
-        """Dial the peers that miss rounds, in the background, one look at a time.
+        """Dial the missing peers, in the background, and forget those that are gone; does nothing while that goes on.
 
-        Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
+        A peer that does not answer at all may still train behind a broken link: it stays until its record expires.
         """
         if not self._tasks.is_closed and (self._looking is None or self._looking.done()):
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
@@ -142,7 +148,7 @@ class Contacts:
             for peer_id, seen in tracker.missing().items()
             if not is_connected(peer_id) and await self._refuses(seen.record.addresses)
         ]
-        await asyncio.sleep(DIAL_S)  # a live peer that has refused a dial is connected then, or has published
+        await asyncio.sleep(DIAL_S)  # by then a peer that restarts, say, has connected or has published a new record
         for peer_id, seen in refused:
             if tracker.observed().get(peer_id) is seen and not is_connected(peer_id):
                 logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
@@ -164,7 +170,7 @@ class Contacts:
     # peers in client mode
 
     def connect_to_those_in_need(self) -> None:
-        """In client mode: connect to peers that are behind, if only clients have the state."""
+        """If this peer is in client mode, and only such peers have the state: connect to peers that are behind."""
         endpoint = self._presence.endpoint
         is_busy = self._connecting is not None and not self._connecting.done()
         if not endpoint.client_mode or self._tasks.is_closed or is_busy:
@@ -181,7 +187,7 @@ class Contacts:
                 logger.debug("peer %s needs the state, and cannot be reached: %s", peer_id, error)
 
     def warn_if_stranded(self) -> None:
-        """Warn every minute while no trainer of the run can be dialled."""
+        """Warn, every minute, while no trainer of the run accepts connections."""
         trainers, ways_in = list[PeerRecord](), list[str]()
         if self._tracker.is_stranded():
             trainers = [self._tracker.own, *self._tracker.trainers().values()]

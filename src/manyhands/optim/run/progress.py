@@ -1,12 +1,14 @@
 """The progress of the collaboration, from the DHT records of its peers (:mod:`manyhands.averaging.peer_records`).
 
-A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
-from the target a peer publishes only what the others could not have predicted. Predictions only decide when to publish
-and to read: a global step is due when the samples that peers have *published* reach the target, and near it each peer
-publishes at once. A round, and what peers send each other directly, replaces records from before.
+A record says how many samples its peer had, when it counted them, and how fast it computes. Readers extrapolate from
+that: the result is the *predicted* number of samples. So far from the target a peer publishes only what the others
+could not have predicted; near the target it publishes each change at once. Predictions decide only when to publish and
+to read. A global step is due when the *published* samples reach the target. What a round or another peer says directly
+replaces older records.
 
-In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
-reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
+In a crowd, which is a run of more than ``CROWD`` peers, records live longer and are read less often, by a factor of up
+to ``MAX_CROWD_FACTOR``. So a peer reads about as many records a minute at any size of the run. At the target only the
+leader of the next round reads; it then calls the others.
 """
 
 from __future__ import annotations
@@ -37,34 +39,43 @@ from manyhands.rpc import Endpoint
 logger = logging.getLogger(__name__)
 
 SHOWN_LIVE = {"is_shown_live": True}
-"""``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
+"""``extra`` of log lines that a live view of the training leaves out, as it always shows the same numbers."""
 NEWS_SHARE = 0.1
-"""Share of a peer's part of the target by which the others may be wrong about its samples."""
+"""A peer publishes when the prediction of its samples is wrong by more than this share of its part of the target."""
 NEWS_SPEED = 0.2
-"""Relative error of its speed."""
+"""A peer publishes when its speed has changed by more than this share of the published one."""
 LOOKS_AHEAD = 16
-"""Instants for which it is predicted what the others will have."""
+"""Number of instants at which :meth:`View.arrives_in_s` predicts the others' samples."""
 CROWD = 40
+"""The largest number of peers whose records are read at the ordinary rate."""
 MAX_CROWD_FACTOR = 6.0
+"""The largest factor on lifetimes and read periods of records in a crowd."""
 MAX_COUNT = 2**53
+"""The largest number of samples: all integers up to it are exact as floats."""
 MAX_SPEED = 1e9
-"""The most samples per second that are believed: sums of strangers' numbers stay exact."""
+"""The largest speed, in samples per second, that is believed, so that sums of strangers' numbers stay exact."""
 
 
 class Claim(enum.IntEnum):
-    """Why a run should begin from the parameters of a peer at step 0; the highest claim wins."""
+    """Why a run should begin from the parameters of a peer at step 0; the highest claim wins.
+
+    A peer that loads the parameters of another one at step 0 takes over the claim of that peer.
+    """
 
     NEWCOMER = 0  # it has joined, and has not loaded the parameters of the others; or it does not train
-    JOINED = 1  # when it joined, another peer had signed the settings of the run, and none was there to load from
-    BEGAN = 2  # it was the first to sign the settings of the run, or has loaded the parameters of that peer
-    TOLD = 3  # its user says that its parameters are those of the run, or it has loaded the parameters of that peer
+    JOINED = 1  # when it joined, another peer had signed the settings of the run, but none had a state to load
+    BEGAN = 2  # it was the first to sign the settings of the run
+    TOLD = 3  # its user says, with start_new=True, that its parameters are those of the run
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the peers at one position, all together, towards the next global step.
+    """The common progress of all peers at one position towards the next global step.
 
     Attributes:
+        samples: of all these peers together.
+        num_peers: number of these peers that train.
+        samples_per_second: their speed, all together.
         eta_s: seconds until the target at that speed; infinite if no peer computes.
     """
 
@@ -74,17 +85,19 @@ class Progress:
     eta_s: float
 
 
-def reckoned_samples(record: PeerRecord, age_s: float) -> float:
-    """The samples that a peer has if it goes on at its published speed, ``age_s`` seconds after it has published."""
+def extrapolated_samples(record: PeerRecord, age_s: float) -> float:
+    """The samples of a peer ``age_s`` seconds after it published this record, if it goes on at the published speed."""
     samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
     return min(MAX_COUNT, samples)
 
 
 def samples_in(record: PeerRecord, age_s: float, ahead_s: float) -> int:
-    """The predicted samples of a peer when it has computed for ``ahead_s`` more; those counted if its pace is unknown.
+    """The samples that a peer will have in ``ahead_s`` seconds, in whole batches, by extrapolation.
+
+    They are the published samples if the record does not say how long a batch takes.
 
     Args:
-        age_s: seconds since it has published the record.
+        age_s: seconds since the peer published the record.
     """
     if (batch_s := record.batch_s) <= 0:
         return record.samples
@@ -94,29 +107,35 @@ def samples_in(record: PeerRecord, age_s: float, ahead_s: float) -> int:
 
 
 def _since_count_s(record: PeerRecord, age_s: float) -> float:
-    """Seconds since a peer counted its samples, as far as its record is relied on."""
-    ttl_s = min(record.ttl_s, DAY_S)  # whatever a stranger says, products are numbers
+    """Seconds since a peer counted its samples, at most up to when its next record is due: none later is relied on."""
+    ttl_s = min(record.ttl_s, DAY_S)  # finite, whatever a stranger has published
     return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
 
 
 def busy_s(record: PeerRecord, age_s: float) -> float:
-    """Predicted seconds until the end of a peer's batch; 0 if unknown, or if it has counted nothing for two batches."""
+    """Predicted seconds until the end of the batch that a peer computes now.
+
+    0 if the record does not say how long a batch takes, or if the peer has counted no samples for two batches.
+    """
     elapsed_s = age_s + min(record.counted_s_ago, DAY_S)
-    return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
+    if not 0 <= elapsed_s < 2 * record.batch_s:
+        return 0.0
+    return record.batch_s - elapsed_s % record.batch_s
 
 
 def crowd_factor(num_peers: int) -> float:
-    """The factor for lifetimes and read periods of records in a crowd; 1 with few peers."""
+    """The factor by which records live longer, and are read less often, in a crowd; 1 with up to ``CROWD`` peers."""
     return min(max(num_peers / CROWD, 1.0), MAX_CROWD_FACTOR)
 
 
 def is_news(
     published: PeerRecord, age_s: float, own: PeerRecord, target_batch_size: int, num_peers: int, is_near: bool
 ) -> bool:
-    """Whether a peer must publish ``own``, as the others could not have predicted it from the record ``published``.
+    """Whether a peer must publish its record ``own``, as the others cannot predict it from the record ``published``.
 
     Args:
-        is_near: the target may be reached before this peer's next batch; then exact numbers count.
+        age_s: seconds since it was published.
+        is_near: the target may be reached before this peer's next batch; then the others need the exact number.
     """
     is_moved = (own.position, own.seat, own.sketch) != (published.position, published.seat, published.sketch)
     if is_moved or (is_near and own.samples != published.samples):
@@ -124,30 +143,32 @@ def is_news(
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
         return True
     share = target_batch_size / max(num_peers, 1)
-    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * share
+    return abs(extrapolated_samples(published, age_s) - own.samples) > NEWS_SHARE * share
 
 
 def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
-    """When to read the records again: before the predicted target, by the drift that newcomers may cause."""
+    """Seconds until the records should be read again: before the predicted target, as newcomers may bring it nearer."""
     num_peers = progress.num_peers
-    drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
-    predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
+    with_newcomers = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
+    predicted_s = config.default_refresh_s
+    if math.isfinite(progress.eta_s):
+        predicted_s = progress.eta_s * num_peers / with_newcomers
     return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * crowd_factor(num_peers))
 
 
 def sum_of_samples(numbers: Iterable[float]) -> int:
-    """Sum of numbers of samples, at most as many as a record can hold."""
+    """The rounded sum of numbers of samples, at most ``MAX_COUNT``."""
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
 def branch_order(record: PeerRecord) -> tuple[int, int, int, bytes]:
-    """Orders the branches of a run: the higher one wins."""
+    """The sort key of the branch that a peer is on: the branch with the highest key is the best one."""
     claim = record.claim if record.position.step == 0 else 0
     return (record.position.step, claim, record.lineage_samples, record.position.lineage)
 
 
 def gone_to(seen: SeenRecord, position: Position, lineage_samples: int, now: float) -> SeenRecord:
-    """The record of a peer that has just gone to a position, by what others know of it."""
+    """The record that a peer will publish after its step to a position, as far as others know already."""
     record = msgspec.structs.replace(
         seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
         ttl_s=max(seen.expires_at - now, 0.0),
@@ -156,29 +177,32 @@ def gone_to(seen: SeenRecord, position: Position, lineage_samples: int, now: flo
 
 
 class ProgressReader(PeerRecords):
-    """The progress records of a run; sufficient for a peer that only watches."""
+    """Reads the progress records of a run. Peers that only watch it need no more."""
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
         super().__init__(endpoint, dht, run_id, PROGRESS_KIND, min_period_s)
 
     def trainers(self) -> dict[PeerId, PeerRecord]:
-        """The records of the peers that train, wherever in the run they are."""
+        """The records of the other peers that train, at any position of the run."""
         return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
 
     def is_stranded(self) -> bool:
-        """Whether others train, and no peer can be dialled."""
+        """Whether other peers train, and none of the other peers accepts connections."""
         return bool(self.trainers()) and all(record.is_client for record in self.records().values())
 
 
 class View:
-    """The other peers at one position, as last read. Immutable: any news gives another view.
+    """The other peers at one position, as last read. Immutable: a change of the records gives another view.
 
     Args:
-        missing: peers that count, but are not expected.
+        observed: the records of all other peers of the run.
+        missing: peers whose samples count, but that are not expected at the next round.
 
     Attributes:
-        trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
-        expected: all peers here that are not missing, with auxiliary ones, and whether each is in client mode.
+        trainers: records of the peers that train at the position.
+        awaited: records of the trainers that are not missing.
+        expected: all peers at the position that are not missing, auxiliary ones too; for each whether it is in client
+            mode.
     """
 
     def __init__(
@@ -196,26 +220,39 @@ class View:
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
     def progress(self, own: PeerRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
-        """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
+        """The progress of all trainers together.
 
         Args:
+            own: the record of this peer, which is added if it trains; None if this peer only watches.
             now: predict the others' samples for this instant, up to the target; by default the published ones count.
         """
-        num_peers, speed, samples, more = len(self.trainers), self._speed, self._samples, 0
+        num_peers = len(self.trainers)
+        samples = self._samples
+        speed = self._speed
+        more = 0
         if now is not None:
-            predicted = [reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
+            predicted = [extrapolated_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
             more = int(sum(predicted)) - samples
         if own is not None and not own.is_auxiliary:
-            num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
-        samples += max(min(more, target_batch_size - samples), 0)  # peers that wait for others compute no more
+            num_peers += 1
+            samples += own.samples
+            speed += own.samples_per_second
+        samples += max(min(more, target_batch_size - samples), 0)  # at the target peers wait, and compute no more
         missing = max(target_batch_size - samples, 0)
-        eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        if missing == 0:
+            eta_s = 0.0
+        elif speed > 0:
+            eta_s = missing / speed
+        else:
+            eta_s = math.inf
         return Progress(samples, num_peers, speed, eta_s)
 
     def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:
-        """Predicted seconds until the others have so many samples; infinite if they need longer than ``within_s``.
+        """Predicted seconds until the awaited peers have so many samples; infinite if that is beyond ``within_s``.
 
-        A stranger may claim to compute; so once the run has members, only their batches are predicted.
+        Args:
+            members: of the roster. If there are any, only their batches are predicted, and of other peers the published
+                samples count: a stranger may claim to compute.
         """
 
         def samples_of(peer_id: PeerId, seen: SeenRecord, ahead_s: float) -> int:
@@ -229,15 +266,15 @@ class View:
         return math.inf
 
     def busy_until(self, instant: float) -> float:
-        """The predicted end of the last batch that one of them computes at an instant."""
+        """When the batches that the awaited peers compute at an instant will all have ended, by prediction."""
         busy = [busy_s(seen.record, instant - seen.since) for seen in self.awaited.values()]
         return instant + max(busy, default=0.0)
 
 
 class ProgressLog:
-    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_S`` seconds.
+    """Logs the progress of the collaboration every ``LOG_S`` seconds, and important changes at once.
 
-    News are another global step, another number of peers, and the target reached.
+    These are: another global step, another number of peers, and the target reached.
     """
 
     def __init__(self) -> None:
@@ -245,34 +282,35 @@ class ProgressLog:
         self._told_at = -math.inf
 
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
-        """Log the progress after ``step`` global steps, if it is worth a line; the wording is that of the tutorials."""
+        """Log the progress after ``step`` global steps, if that is due. The tutorials quote the line."""
         news = (step, progress.num_peers, progress.eta_s == 0)
         if news != self._told or now >= self._told_at + LOG_S:
             self._told, self._told_at = news, now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
-            samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
+            samples = counted(progress.samples, "sample")
+            peers = counted(progress.num_peers, "peer")
             logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
                         samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
 
 
 class StrandedNotice:
-    """Warns that no trainer of a run can be dialled, every minute as long as that lasts."""
+    """Warns every minute while no trainer of a run accepts connections, so that they cannot reach each other."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._due_at = math.inf
 
     def look(self, trainers: Collection[PeerRecord], addresses: Sequence[str], now: float) -> None:
-        """Look whether to warn.
+        """Warn if it is time.
 
         Args:
-            trainers: the records of all trainers if none can be dialled, else empty.
-            addresses: of any peer through which another one can join.
+            trainers: the records of all trainers if none of them accepts connections; else empty.
+            addresses: those of a peer through which others can join.
         """
         if len(trainers) < 2:
             self._due_at = math.inf
         elif self._due_at == math.inf:
-            self._due_at = now + LATE_ANSWER_S  # peers that start together see each other one by one
+            self._due_at = now + LATE_ANSWER_S  # of peers that start together, each sees the others one by one
         elif now >= self._due_at:
             self._due_at = now + MINUTE_S
             logger.warning(
@@ -287,7 +325,11 @@ class StrandedNotice:
 
 
 def _whose_gradients_are_kept(trainers: Collection[PeerRecord]) -> str:
-    """Those of the leading position: the others must load its state first, and clients get none from each other."""
+    """Says whose gradients are kept while no trainer accepts connections, for the warning.
+
+    Those of the trainers at the leading position are kept. The others drop theirs when they load its state, for which
+    they need a peer in between: clients cannot send each other the state.
+    """
     best = max(trainers, key=branch_order).position
     num_others = sum(record.position != best for record in trainers)
     if not num_others:

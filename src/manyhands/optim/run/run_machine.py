@@ -1,53 +1,72 @@
-"""What a peer does after a batch, as a state machine. Pure.
+"""Decides what a peer does after each batch, as a state machine. Pure.
 
-Events come in with :meth:`RunMachine.on`, actions come out. A :class:`Situation` says what the peer knows just then.
+:meth:`RunMachine.on` takes an event and returns actions. A :class:`Situation` says what the peer knows at that moment.
+The driver is :meth:`.collaboration.Collaboration.decide`: it hands the events in, and carries the actions out.
+
+===========  ==========================================================================================================
+event        raised by
+===========  ==========================================================================================================
+``Batch``    ``Collaboration.decide``, which ``Optimizer.step`` calls through ``BlockingRunClient.decide``: once for
+             each call of ``step``, except during a lull and while a step is made in the background
+``Done``     ``Collaboration.decide``, when it has carried out the last action of an answer that did not end with
+             ``Decide`` or ``Fail``
+``Stepped``  ``Collaboration.move``, which ``GlobalStep.announce`` calls after the update of a global step
+===========  ==========================================================================================================
 
 =============  =============================================  =============  ===========================================
 state          event                                          next           actions
 =============  =============================================  =============  ===========================================
-any            a batch is done; the target should be          reading        read the others' records
-               reached, though the records do not say so
-any            a batch is done                                *              as below
-reading        done                                           *              as below
-waiting        done; the others' batches reach the target     *              as below, at the target
-waiting        done; they do not                              reading        read the others' records; no other wait in
-                                                                             this step
-alone          done; another peer is there, or this one has   computing      ``ACCUMULATE``
-               no samples, or newcomers load the state
-alone          done; nobody is there                          asking mates   ask the peers of earlier rounds
-asking mates   done; one answers                              computing      ``ACCUMULATE``
-asking mates   done; this peer has made no step yet, has      asking anyone  ask whoever it knows in the DHT
-               known others, and a round's time is not over
-asking mates   done                                           computing      ``GO_ALONE``
-asking anyone  done; somebody answers                         computing      ``GO_ALONE``
-asking anyone  done; nobody does                              computing      ``ACCUMULATE``: its link may be down
-any            a step was made                                computing      a wait that goes on ends in ``ACCUMULATE``
+any            ``Batch``; the target should be reached, but   reading        ``Look``: read the others' records
+               the records read so far do not say so
+any            any other ``Batch``                            *              as below
+reading        ``Done``                                       *              as below
+waiting        ``Done``; the target is reached                *              as below, at the target
+waiting        ``Done``; it is not reached                    reading        ``Look``; no other wait before a step
+alone          ``Done``; another peer is there after all, or  computing      ``ACCUMULATE``
+               this one has no samples, or newcomers
+               download the state
+alone          ``Done``; nothing of that holds                asking mates   ``AskMates``: call the peers of earlier
+                                                                             rounds
+asking mates   ``Done``; one of them has answered             computing      ``ACCUMULATE``
+asking mates   ``Done``; none has, and this peer has made no  asking anyone  ``AskAnyone``: ping nodes of the DHT
+               step yet, was given initial peers or knows
+               some from an earlier start, and has waited
+               for less than ``averaging_timeout_s``
+asking mates   ``Done``; none has, otherwise                  computing      ``GO_ALONE``
+asking anyone  ``Done``; a node has answered                  computing      ``GO_ALONE``
+asking anyone  ``Done``; none has: this peer's own link may   computing      ``ACCUMULATE``
+               be down
+any            ``Stepped``                                    computing      none; the ``Done`` of an action that is
+                                                                             still carried out gives ``ACCUMULATE``
 =============  =============================================  =============  ===========================================
 
-``*``: the first of these that holds decides after a batch. Near the target the peer also tells the others what it has.
+``*``: the first of these conditions that holds decides. From the fifth one on, a peer near the target also sends the
+others its number of samples (``Tell``).
 
 =======================================================  ==============================================================
-a better branch has a state to load: the run has gone    ``LOAD_STATE``: the step from here, if a peer has kept it;
-on without this peer, say                                else the state
-this peer has learnt nothing, and cannot use the state   it fails, with the reason
-of those that are ahead
-this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
-its parameters differ from those of the majority         ``RELOAD``
-the target is not reached, but the others will reach it  waiting; once in a step, and for half of the matchmaking time
-well before another batch of this peer ends              at most
+another branch is better, and this peer can load its     ``LOAD_STATE``
+state: the run may have gone on without this peer
+this peer is at step 0, and the states that the peers    ``Fail`` with the reason
+ahead of it sent could not be used
+this peer is at step 0, the run was seen beyond it, and  ``SayItWaits`` and ``ACCUMULATE``, until a peer with the state
+no peer that trains in it is known any more              of the run appears
+this peer's parameters differ from the majority's        ``RELOAD``
+the target is not reached, but the others are predicted  waiting: ``WaitUntilDue``, for about half of the matchmaking
+to reach it well before another batch of this peer ends  time at most, and once between two global steps
 the target is not reached                                ``ACCUMULATE``
 -------------------------------------------------------  --------------------------------------------------------------
 at the target
 -------------------------------------------------------  --------------------------------------------------------------
-another peer can come to the round                       ``AVERAGE``; ``ACCUMULATE`` while there is time for another
-                                                         batch, or newcomers load the state
-others are there, but cannot be reached                  ``ACCUMULATE``; this peer dials them, to find the dead
-no other peer is there                                   alone: it reads the others' records
+another peer can come to the round                       ``AVERAGE``; but ``ACCUMULATE`` if another batch of this peer
+                                                         ends before those of the others, or for late newcomers
+others are there, but cannot be reached                  ``DialMissing``, to find out which are gone; ``ACCUMULATE``
+no other peer is there                                   alone: ``Look``
 =======================================================  ==============================================================
 
-A peer that lacks a step takes it from a peer that has kept it (``StepRounds.step_towards``), and loads the state if
-none has. That holds for a newcomer whose state is some steps old, for a member that missed a round, and, at once, for
-one that lacks the means of a round in which it was.
+On ``LOAD_STATE`` the optimizer first asks for the committed steps from its position (``StepRounds.step_towards``), and
+downloads the state only if no peer has kept them. So a newcomer whose state is some steps old and a member that missed
+a round usually need no second download. A member of a round that committed without it holding the means does not wait
+for this decision: ``StepRounds.average`` fetches the step at once.
 """
 
 from __future__ import annotations
@@ -66,8 +85,9 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import View
 
 WAIT_SHARE = 0.75
-"""A peer waits for the others rather than begin another batch if they reach the target within this share of it. What it
-would compute then is less than what the others lose who wait for it (docs/dev/log.md has other shares)."""
+"""A peer waits for the others, rather than begin another batch, if they are predicted to reach the target within this
+share of its time for a batch. If it began one, the others would have to wait for its end, and lose more than that batch
+is worth (docs/dev/log.md has the measurements with other shares)."""
 
 
 class Decision(enum.Enum):
@@ -76,12 +96,12 @@ class Decision(enum.Enum):
     ACCUMULATE = "the target is not reached"
     AVERAGE = "the target is reached: average with the others"
     GO_ALONE = "the target is reached, and nobody else is there"
-    LOAD_STATE = "the run is elsewhere: take its step from here if a peer has kept it, else load its state"
+    LOAD_STATE = "the run is at another position: make its steps from here if a peer has kept them, else load its state"
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 
 class Stage(enum.Enum):
-    """What a peer does before it decides."""
+    """What a peer is doing: it computes, or carries out an action on which its decision after a batch depends."""
 
     COMPUTING = "computing"
     READING = "reading"
@@ -95,25 +115,39 @@ class Stage(enum.Enum):
 class Situation:
     """The run as a peer knows it when an event comes; :meth:`.tracker.ProgressTracker.situation` makes it.
 
+    - The *target* is the number of samples of one global step. Samples are *published* if they are in records; they are
+      *predicted* if they are extrapolated from the records to now.
+    - A *branch* is a position that some peers hold; the better one of two has more steps (see :mod:`.branches`).
+    - A peer is *expected* at the next round if its record says that it is at this position, and it is not missing.
+    - Another peer *calls* when it has begun a round here, and this peer has not come to it.
+    - *Newcomers* are future trainers that download the state from this peer, or did so until a moment ago.
+
     Attributes:
         position: of this peer.
-        others: those at this position.
-        missing_samples: what the others must have for the target to be reached.
-        members: of the roster: once there are any, only their batches are predicted.
-        is_worth_a_look: the target should be reached, although the last records do not say so.
-        has_better_branch: a better branch has a state that this peer can load.
-        refusal: why this peer, which has learnt nothing, must not go on; empty if it may.
-        has_lost_run: this peer has no state, has seen a run that has one, and knows of nobody there any more.
-        differs: its parameters are not those of the majority, and it has not tried to load these yet.
-        is_near: the target is at most two batches away, and the peers are few enough to tell each other.
-        is_due: the target is reached by the published samples; or another peer calls, and ``CALLED_SHARE`` of the
-            target is predicted.
-        eta_s: predicted seconds until the target.
-        can_meet: another peer has called; or one is expected, and it or this one can be dialled.
-        is_alone: waiting would bring no other peer to the step.
-        newcomers: peers that load the state here.
-        late_newcomers: those of them whose last download took longer than a step.
-        knew_others: this peer has known others in the DHT before.
+        others: the other peers at this position.
+        missing_samples: how many samples the others must have for the target to be reached: the target minus the
+            samples of this peer.
+        members: the members of the roster at this position. If there are any, only their batches are predicted.
+        is_worth_a_look: the target is not reached by the published samples, but should be: another peer calls, or the
+            predicted samples reach it and no leader calls this peer in a crowd. The last read is at least
+            ``min_refresh_s`` ago.
+        has_better_branch: another branch is better, and a peer that this one can reach has its state.
+        refusal: why this peer, at step 0, must not begin a branch: the states that it got from the peers ahead could
+            not be used. Empty if it may.
+        has_lost_run: this peer is at step 0, has seen the run beyond it, and knows of no peer that trains in it now.
+        differs: this peer's parameters differ from the majority's, and it should reload; see :meth:`.Drift.compare`.
+        is_near: the target is predicted to be at most two batches (of the slowest other trainer) away. False in a grid
+            and in a crowd, where each peer would have to tell too many others.
+        is_due: the published samples reach the target; or another peer calls, and the predicted samples reach
+            ``CALLED_SHARE`` of it.
+        eta_s: seconds until the target, by the published or the predicted samples, whichever come earlier.
+        can_meet: another peer calls; or one is expected, and it or this one accepts connections.
+        is_alone: no other peer would come to the step, however long this one waits: it is on the best known branch,
+            and the only trainer there. A peer in client mode is alone only if no other peer of the run trains, or if
+            ``allow_solo`` is set and no peer of the run accepts connections.
+        newcomers: all newcomers of this peer.
+        late_newcomers: the newcomers whose last download took longer than a step of the run.
+        knew_others: this peer was given initial peers, or knows peers from an earlier start.
     """
 
     position: Position
@@ -135,23 +169,23 @@ class Situation:
     knew_others: bool
 
 
-# events
+# events; the first table says who raises them
 
 
 @dataclass(frozen=True)
 class Batch:
     """The training loop has finished a batch."""
 
-    samples: int  # waiting here, with it
-    batch_s: float
-    may_wait: bool  # for the others' batches
+    samples: int  # of this peer that count in the next step, with those of this batch
+    batch_s: float  # seconds that it took; 0 if unknown
+    may_wait: bool  # False: answer without waiting for the others' batches
 
 
 @dataclass(frozen=True)
 class Done:
-    """What the peer did before it decides is done."""
+    """The last action of the previous answer is carried out."""
 
-    is_there: bool = False  # somebody has answered
+    is_there: bool = False  # after AskMates or AskAnyone: a peer has answered
 
 
 @dataclass(frozen=True)
@@ -164,7 +198,7 @@ class Stepped:
 Event: TypeAlias = Batch | Done | Stepped
 
 
-# actions: all but the last one of those that come out are done at once; the last one ends with a decision or with Done
+# actions, carried out in order; the last one of an answer is Decide or Fail, or takes time and is followed by Done
 
 
 @dataclass(frozen=True)
@@ -176,7 +210,7 @@ class Decide:
 
 @dataclass(frozen=True)
 class Fail:
-    """Answer the training loop that this peer cannot go on."""
+    """Raise ``Unavailable`` in the training loop: this peer cannot go on."""
 
     reason: str
 
@@ -190,44 +224,44 @@ class Look:
 
 @dataclass(frozen=True)
 class WaitUntilDue:
-    """Wait until the target is reached."""
+    """Wait until a step is due (see ``Situation.is_due``)."""
 
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class AskMates:
-    """Ask the peers of earlier rounds, which the DHT hides, whether they are there."""
+    """Ask peers of earlier rounds of which the DHT has no record now whether they are still in the run."""
 
 
 @dataclass(frozen=True)
 class AskAnyone:
-    """Ask whoever was known in the DHT whether it is there."""
+    """Ping some nodes of the DHT, of any run: if none answers, this peer's own link may be down."""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Tell the others what this peer has accumulated."""
+    """Tell the expected peers how many samples this one has accumulated."""
 
 
 @dataclass(frozen=True)
 class DialMissing:
-    """Dial the peers that do not come to rounds, to find out which are gone."""
+    """Dial the missing peers, which did not come to rounds, to find out which are gone."""
 
 
 @dataclass(frozen=True)
 class SayItWaits:
-    """Tell the user that this peer waits for a peer that has the run's state."""
+    """Tell the user that this peer waits until a peer with the run's state appears."""
 
 
 Action: TypeAlias = Decide | Fail | Look | WaitUntilDue | AskMates | AskAnyone | Tell | DialMissing | SayItWaits
 
 
 class RunMachine:
-    """The decisions of one peer, batch by batch.
+    """Makes the decisions of one peer; the tables at the head of this file have the rules.
 
     Attributes:
-        lull_until: the training loop need not report a batch before this time; nothing is due then.
+        lull_until: until this time (of the loop's clock) no step can be due, so batches need not be reported.
     """
 
     def __init__(self, config: AveragingConfig) -> None:
@@ -236,11 +270,11 @@ class RunMachine:
         self.lull_until = -math.inf
         self._batch = Batch(0, 0.0, may_wait=False)
         self._has_stepped = False
-        self._due_from: Position | None = None  # where a step is due
+        self._due_from: Position | None = None  # the position from which the last due step leads
         self._due_since = -math.inf
         self._waited_in_vain_at: Position | None = None
-        self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
-        self._pause_until = -math.inf  # no step waits for such peers before
+        self._awaited: set[PeerId] = set()  # newcomers for which the next step has waited
+        self._pause_until = -math.inf  # until then no step waits for newcomers
 
     def on(self, event: Event, now: float, run: Situation) -> list[Action]:
         """Take an event in; returns what to do."""
@@ -272,11 +306,11 @@ class RunMachine:
                 return self._nobody_answered(now, run)
             case Stage.ASKING_ANYONE if is_there:
                 return [Decide(Decision.GO_ALONE)]
-            case _:  # somebody of its rounds answers, or nobody at all does
+            case _:  # a peer of earlier rounds has answered, or no node of the DHT has, or a step was made meanwhile
                 return [Decide(Decision.ACCUMULATE)]
 
     def _first(self, stage: Stage, action: Action) -> list[Action]:
-        """Do this before the decision."""
+        """Enter a stage: carry this action out before the decision."""
         self.stage = stage
         return [action]
 
@@ -299,16 +333,18 @@ class RunMachine:
         return tell + self._not_due(now, run)
 
     def _wait_s(self, now: float, run: Situation) -> float:
-        """How long to wait for the others to reach the target; 0 if another batch of this peer is worth more."""
+        """Seconds to wait for the others to reach the target; 0 to compute another batch instead."""
         batch_s = self._batch.batch_s
         if not run.is_near or self._waited_in_vain_at == run.position or batch_s <= 0:
             return 0.0
         within_s = min(WAIT_SHARE * batch_s, self._config.matchmaking_time_s / 2)
         arrival_s = run.others.arrives_in_s(run.missing_samples, within_s, now, run.members)
-        return arrival_s + min(batch_s, MOMENT_S) if arrival_s < math.inf else 0.0
+        if arrival_s == math.inf:
+            return 0.0
+        return arrival_s + min(batch_s, MOMENT_S)
 
     def _not_due(self, now: float, run: Situation) -> list[Action]:
-        if TWO_DIALS_S < run.eta_s < math.inf:  # far from it not each batch is reported: that wakes two threads
+        if TWO_DIALS_S < run.eta_s < math.inf:  # far from the target: each report would wake two threads
             self.lull_until = now + LOOK_S
         return [Decide(Decision.ACCUMULATE)]
 
@@ -329,10 +365,10 @@ class RunMachine:
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _waits_for_newcomers(self, now: float, run: Situation, *, is_alone: bool) -> bool:
-        """Go on computing while others load the state, which a step would make out of date; returns whether to.
+        """Whether to put the step off while newcomers download the state, which the step would make out of date.
 
-        A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
-        computes, and only for those whose last download took longer than a step: they would never take part else.
+        A lone peer waits for all newcomers. In a group, where the others wait for this peer, it waits no longer than
+        for a peer that computes, and only for late newcomers: these could never take part otherwise.
         """
         longest_s = self._config.averaging_timeout_s if is_alone else self._config.matchmaking_time_s / 2
         if now - self._due_since >= longest_s or now < self._pause_until:
@@ -354,12 +390,13 @@ class RunMachine:
         has_waited = now - self._due_since >= self._config.averaging_timeout_s
         if self._has_stepped or not run.knew_others or has_waited:
             return [Decide(Decision.GO_ALONE)]
-        return self._first(Stage.ASKING_ANYONE, AskAnyone())  # else it may begin a branch of its own
+        # with a link that is down, this peer would begin a branch of its own
+        return self._first(Stage.ASKING_ANYONE, AskAnyone())
 
     # from position to position
 
     def _stepped(self, members: Collection[PeerId], now: float) -> None:
         self._has_stepped = True
         if self._awaited and self._awaited.isdisjoint(members):
-            self._pause_until = now + IDLE_S  # it waited in vain for those that load the state
+            self._pause_until = now + IDLE_S  # it waited in vain for newcomers
         self._awaited = set()

@@ -1,8 +1,8 @@
-"""The DHT records of training runs: their schemas, the runs that they show, and who begins one. Imports no torch.
+"""The DHT records of training runs: their schemas, the runs that they show, and which peer begins a run.
 
-A peer takes seconds from its start to the run manifest: it loads torch, reads its data and builds the model. So it
-announces that it begins a run. Others that start meanwhile wait for the manifest, instead of making another one from
-their own settings.
+Between its start and its run manifest a peer loads torch, reads its data and builds the model, which takes seconds. So
+it announces at once that it begins the run. Other peers that start meanwhile wait for the manifest, instead of making
+another one from their own settings. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 64
-"""Runs whose peers are counted, besides the wanted one."""
+"""The largest number of runs that are looked up, besides the wanted one."""
 SHOWN_RUNS = 8
 BEGINNING = Schema(bool, is_owned=True, max_ttl_s=RECORD_S)
-"""A peer that dies while it begins the run is waited for until this has expired."""
+"""The announcement that a peer begins a run. If that peer dies, the others wait until it has expired."""
 
 
 def declare_run(dht: DhtNode, run_id: str) -> None:
-    """Make the node of a peer of the run refuse, and not return, records that do not fit."""
+    """Declare the schemas of a run's records, so that this node neither stores nor returns records that break them."""
     dht.declare(peer_key(run_id, PROGRESS_KIND), PEER_RECORD)
     dht.declare(beginning_key(run_id), BEGINNING)
     for kind in (MetricsRecord, HeldoutRecord, AccountRecord):
         dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=DAY_S))
-    # compressed; the reader checks the rest
+    # the value is compressed, and its readers check what is in it
     dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=DAY_S))
 
 
 class Run(NamedTuple):
-    """A run as its records in the DHT show it: its settings, who signed them, and each peer's progress.
+    """A run as its records in the DHT show it.
 
     Attributes:
-        manifest: None while no peer trains in it, as when only its monitor was started.
+        manifest: its settings; None while no peer has signed any, as when only its monitor was started.
+        peers: the progress record of each peer.
+        signers: the peers that have signed the manifest.
         beginners: the peers that are making the manifest now, if there is none.
     """
 
@@ -63,7 +65,7 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether a peer trains in it now; the manifest outlives the peers that signed it."""
+        """Whether a peer trains in it now. A manifest alone does not say so: it outlives the peers that signed it."""
         return self.manifest is not None and self.has_trainers
 
     @property
@@ -90,11 +92,11 @@ async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
 
 
 async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[str, bytes] = {}) -> list[Run]:
-    """The runs that other nodes take part in or hold the manifest of, the largest first.
+    """Find the runs that other nodes take part in, or whose manifest they hold; the largest run comes first.
 
     Args:
         wanted: a run to look up even if the asked nodes do not know it.
-        expected: of the manifests of some runs, as for :func:`look_up_run`.
+        expected: by run id, the argument ``expected`` of :func:`look_up_run`.
     """
     known = sorted(filter(is_run_id, await dht.topics(MANIFEST_KIND)))
     run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
@@ -104,12 +106,13 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[s
 
 
 def listed(runs: Sequence[Run]) -> str:
+    """The first ``SHOWN_RUNS`` runs, for a message."""
     more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
     return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
 
 
 def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
-    """The message for a run that no other peer knows: most often its name was mistyped."""
+    """The message for a run that no other peer knows. Most often its name was mistyped, so it lists the known ones."""
     here = f"runs here: {listed(runs)}" if runs else "they know of no run"
     return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
 
@@ -134,7 +137,7 @@ async def peers_beginning(dht: DhtNode, run_id: str) -> list[PeerId]:
 
 @dataclass(eq=False)
 class Beginning:
-    """The announcement of this peer; it ends when the run has a manifest."""
+    """This peer's announcement that it begins a run. It is renewed until the run has a manifest."""
 
     dht: DhtNode
     own_id: PeerId
@@ -144,16 +147,18 @@ class Beginning:
         self._tasks = TaskOwner("beginning of a run")
 
     async def announce(self) -> bool:
-        """Announce that this peer begins the run, unless another one does; returns whether it is this peer.
+        """Announce that this peer begins the run, unless another peer does; returns whether this one begins it.
 
         Raises:
             Unavailable: the DHT does not answer.
         """
-        if set(await peers_beginning(self.dht, self.run_id)) - {self.own_id}:  # own one: of an earlier start
+        # an announcement of this peer itself is left from an earlier start
+        if set(await peers_beginning(self.dht, self.run_id)) - {self.own_id}:
             return False
         await self._store(True)
+        # if two peers have announced it at once, both see both announcements, and the lower id begins
         if min(await peers_beginning(self.dht, self.run_id), default=self.own_id) != self.own_id:
-            await self.close()  # of two that announced it at once, both see both
+            await self.close()
             return False
         self._tasks.spawn(self._keep_alive(), name="keeping it alive")
         return True

@@ -1,6 +1,6 @@
-"""Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run.
+"""Averages one peer's gradients for global steps: in one round of all peers, or in the rounds of a grid in a large run.
 
-All members of the run know who leads the next step, so nothing has to be looked for ahead of its target.
+All members of the run know from the roster who leads the next round, so matchmaking begins only at the target.
 """
 
 from __future__ import annotations
@@ -38,26 +38,32 @@ from manyhands.optim.state.catching_up import MissedStep, StepKeeper, fetch_step
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
-"""In a grid the parameters are averaged once in this many global steps, before the step from them."""
+"""In a grid the parameters are averaged once in this many global steps; the update then starts from their mean."""
 MAX_HOLDERS = 4
-"""Peers that are asked for a step that this one lacks."""
+"""The largest number of peers that are asked for a step that this peer lacks."""
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
-    """The time limit of one attempt at averaging, where the leader may have begun its round later."""
+    """The time limit of one attempt at averaging, in seconds.
+
+    It allows for a leader that begins its round, with a time limit of its own, late in this peer's attempt.
+    """
     return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + TWO_DIALS_S
 
 
 class LocalState(Protocol):
-    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
+    """What the network thread needs of the training thread's :class:`manyhands.optim.step.replica.Replica`.
+
+    The attributes are defined there.
+    """
 
     position: Position
     origin: Origin | None
-    roster: Roster  # of the run at the position
-    can_replay: bool  # an averaged vector is all that a step takes
-    norm_grows: bool  # the more samples are behind a contribution, the larger its values are
+    roster: Roster
+    can_replay: bool
+    norm_grows: bool
 
     @property
     def drift_bound(self) -> float: ...
@@ -75,33 +81,51 @@ class LocalState(Protocol):
 
 @dataclass
 class Averaged:
-    """The gradient that a global step is made from, and where the step leads."""
+    """The averaged gradient that a global step is made with, and the position to which the step leads.
 
-    mean_N: torch.Tensor | None  # the update takes it out, and may change its values
-    lineage: bytes  # of the position that the step leads to; it follows from the seal and the roster
-    samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
-    manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
-    members: Sequence[PeerId] = ()  # the peers that make the same step
-    blamed: Collection[PeerId] = ()  # those of them that were lost or at fault: they are expected after a new record
-    is_in_grid: bool = False  # the step was made in several groups
+    Attributes:
+        mean_N: the mean, in the layout of ``GradientLayout``; float32, on the host. ``GlobalStep.advance`` sets it to
+            None, and the update may change its values.
+        lineage: of the new position; it follows from ``seal`` and ``roster``.
+        samples: of all peers together. All peers that make the step have the same number, as it is in the state.
+        manifest: of the round; in a grid of the last round that committed here. None for a step alone.
+        members: the peers that make the same step; none for a step alone.
+        blamed: those of them that were lost in the round, or at fault: they are missing until they publish again.
+        is_in_grid: the step was made in several groups.
+        shares: the samples of each contributor that this peer knows of; in a grid those of its first group, or none.
+        averaging_s: seconds that the round took, without the search for the group.
+        parameters_N: averaged parameters from which the step starts; only in a grid, each ``PARAMETERS_EVERY`` steps.
+        is_left_out: this peer had a contribution, and it is not in the mean.
+        is_outsized: it is left out because its values were too large beside those of the others.
+        disagreement: before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`.
+        roster: at the new position.
+        seal: digest of what was committed; see :mod:`manyhands.averaging.roster`.
+    """
+
+    mean_N: torch.Tensor | None
+    lineage: bytes
+    samples: int
+    manifest: RoundManifest | None = None
+    members: Sequence[PeerId] = ()
+    blamed: Collection[PeerId] = ()
+    is_in_grid: bool = False
     shares: Mapping[PeerId, float] = field(default_factory=dict)
-    """Samples of each contributor that this peer knows of; in a grid those of its first group, or none."""
-    averaging_s: float = 0.0  # of the round, without the search for the group
-    parameters_N: torch.Tensor | None = None  # averaged, to make the step from; in a grid each ``PARAMETERS_EVERY``
-    is_left_out: bool = False  # the contribution of this peer is not in the mean, ...
-    is_outsized: bool = False  # ... because it was too large beside those of the others
-    disagreement: float | None = None  # before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`
-    roster: Roster = field(default_factory=Roster)  # at the position that the step leads to
+    averaging_s: float = 0.0
+    parameters_N: torch.Tensor | None = None
+    is_left_out: bool = False
+    is_outsized: bool = False
+    disagreement: float | None = None
+    roster: Roster = field(default_factory=Roster)
     seal: bytes = b""
 
 
 @dataclass(eq=False)
 class StepRounds:
-    """One peer's attempts at averaging.
+    """Makes one peer's attempts at averaging, and fetches committed steps that it lacks.
 
     Args:
-        assignment: where, and with whom, the rounds are.
-        keeper: hands steps to peers that lack them.
+        assignment: decides the group of each round.
+        keeper: keeps committed steps, and sends them to peers that lack them.
     """
 
     own_id: PeerId
@@ -116,35 +140,41 @@ class StepRounds:
     _is_closed: bool = False
 
     def close(self) -> None:
-        """End the current attempt, and all later ones at once."""
+        """Abort the current attempt; all later ones fail at once."""
         self._is_closed = True
         if self._attempt is not None:
             self._attempt.cancel()
 
     def plan(self) -> None:
-        """Take a seat in the grid early enough for the others to read it; call this on any news of the others."""
+        """Take a seat in the grid, if there is one, early enough for the others to read it.
+
+        Call this whenever records of the others have changed.
+        """
         self.assignment.plan()
 
     async def average(self, contribution: Contribution) -> Averaged:
-        """Make one attempt to average the gradient of a global step.
+        """Make one attempt to average the gradient of a global step with the other peers.
 
-        The vector is not changed, unless it can be computed again; in one group the mean then overwrites it.
+        In one group the mean overwrites the contribution's vector if that has a ``refill``; otherwise the vector stays
+        unchanged.
 
         Raises:
-            RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt. Also when this
-                is closed meanwhile.
+            RoundAborted, Unavailable: the attempt failed, or :meth:`close` ended it. The gradient counts in the next
+                attempt.
         """
         if self._is_closed:
             raise RoundAborted(LEAVING)
         mean_N, weight = contribution.mean_N, contribution.weight
-        position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
+        position = self.local.position
+        tracker = self.tracker
+        self._attempt = asyncio.current_task()
         roster = self.local.roster
-        tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
+        tracker.is_called = tracker.is_moving = False  # this attempt answers the call; another round has another call
         tracker.is_busy = True
         try:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
                 self.assignment.plan()
-                if not (self.assignment.is_settled and roster.members):  # at the beginning, see who is there
+                if not (self.assignment.is_settled and roster.members):  # without members, records say who is there
                     await self.tracker.look(MOMENT_S)
                 if self.assignment.begin_step():
                     averaged = await self._average_in_grid(position, roster, mean_N, weight)
@@ -163,9 +193,9 @@ class StepRounds:
         except BaseException as error:
             self.assignment.end_step()
             if isinstance(error, NobodyThere):
-                await tracker.look(MOMENT_S)  # they may have said goodbye
+                await tracker.look(MOMENT_S)  # the expected peers may have said goodbye
             elif isinstance(error, (RoundAborted, Unavailable)):
-                tracker.refresh_soon()  # the run may have gone on without this peer
+                tracker.refresh_soon()  # the others may have made the step without this peer
             if isinstance(error, asyncio.CancelledError) and self._is_closed:
                 raise RoundAborted(LEAVING) from None
             raise
@@ -178,15 +208,17 @@ class StepRounds:
         return averaged
 
     def _plan_of_code(self, code: int) -> Plan:
-        """The encoding of the vector of the next step with the codec of a code."""
+        """The encoding of the next step's vector, with the codec that has this code on the wire."""
         return plan_of(self.local.shapes, codec_of_code(code, self.config.codec))
 
     async def step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
-        """The committed step from this peer's position, from a peer that has kept it; None if none of these has.
+        """Fetch the committed step from this peer's position, from a peer that has kept it; None if none of these has.
 
         Args:
-            goal: where the run is. A step that leads to the same number, and elsewhere, is not one of the run.
-            holders: those to ask, the best ones first, at most ``MAX_HOLDERS``; all together for a round's time.
+            goal: the position of the run. A step that leads to another position with the same number of steps is of
+                another branch, and is not used.
+            holders: the peers to ask, the best ones first. At most ``MAX_HOLDERS`` are asked, and all of them together
+                get ``averaging_timeout_s``.
         """
         try:
             async with time_limit(self.config.averaging_timeout_s, "taking a step that this peer lacks"):
@@ -212,22 +244,25 @@ class StepRounds:
         return None
 
     async def _lacking_means(self, committed: CommittedRound, end: Position) -> torch.Tensor:
-        """The means of a committed round, which this peer lacks, from another member that has kept them.
+        """Fetch the mean of a committed round, which this peer lacks, from another member that has kept it.
 
         Args:
-            end: where the step leads.
+            end: the position to which the step leads.
+        Raises:
+            RoundAborted: none of them has sent it.
         """
         members = committed.manifest.members
-        leader = members[committed.manifest.leader]  # whose word alone does not make a result
-        lost, number = {self.own_id, leader, *committed.blamed}, members.index(self.own_id)
-        others = [*members[number:], *members[:number]]  # not all members ask the same one first
+        leader = members[committed.manifest.leader]  # not asked: a result needs the word of another member, too
+        lost = {self.own_id, leader, *committed.blamed}
+        number = members.index(self.own_id)
+        others = [*members[number:], *members[:number]]  # each member begins with another one
         holders = [peer_id for peer_id in others if peer_id not in lost]
         loop = asyncio.get_running_loop()
         until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
         while loop.time() < until:
             if (step := await self.step_towards(end, holders)) is not None:
                 return step.mean_N
-            await asyncio.sleep(LOOK_S)  # they are about to keep them
+            await asyncio.sleep(LOOK_S)  # the holders may have learnt a moment later that the round committed
         self.rounds.matchmaker.pass_over(leader)
         why = f": {committed.reason}" if self.own_id in committed.blamed else ""
         raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
@@ -256,19 +291,23 @@ class StepRounds:
     async def _average_in_grid(
         self, position: Position, roster: Roster, mean_N: torch.Tensor, weight: float
     ) -> Averaged:
-        """Average along each axis of the grid; every few steps the parameters too, which follow the gradient.
+        """Average along each axis of the grid.
 
-        No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed,
-        and the roster stays as it is.
+        Each ``PARAMETERS_EVERY`` steps the vector has the parameters, too, behind the gradient. No peer knows what all
+        groups have committed. So all peers that step from one position get the same lineage, and keep their roster.
         """
         loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
-        numel, vector_N, shapes, part = mean_N.numel(), mean_N, self.local.shapes, self.local.part
+        numel = mean_N.numel()
+        vector_N = mean_N
+        shapes = self.local.shapes
+        part = self.local.part
         if self.config.is_sparse:
-            shapes = [(math.prod(shapes[0]),), *shapes[1:]]  # exact: a mean of one axis of the grid is sparse no more
+            # tensors of one dimension are sent exactly: the mean along an axis of the grid is not sparse any more
+            shapes = [(math.prod(shapes[0]),), *shapes[1:]]
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
-            shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
-            part = -1 - part  # another vector
+            shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so that they are sent exactly
+            part = -1 - part  # a vector of another length needs an error feedback of its own
         look = functools.partial(self.tracker.look, MOMENT_S)
         steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes, part)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
@@ -281,7 +320,7 @@ class StepRounds:
                 outcome.num_rounds_committed, outcome.num_rounds, outcome.reason,
             )  # fmt: skip
         averaged_N = outcome.committed.averaged_N
-        first_round = position.step * outcome.num_rounds  # only there the weights are those of one peer each
+        first_round = position.step * outcome.num_rounds  # in later rounds a weight is that of a whole group
         first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
         seal = hashlib.sha256(position.lineage + b"grid").digest()
         return Averaged(

@@ -40,26 +40,32 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 IDLE_BATCHES = 5
-"""A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
+"""A trainer counts as idle, and is no longer published, after the time of so many of its batches without a new sample,
+at least ``IDLE_S``."""
 MAX_IN_NEED = 2
-"""Peers that are behind, and that a client calls so that they can ask it for its state."""
+"""The number of peers behind it to which a client connects at once, so that they can ask it for its state."""
 CALLED_SHARE = 0.5
-"""Share of the target that this peer must expect itself before a call makes a step due. Records are late, and it may
-not have read those of the peers that came; but no peer can force steps without samples."""
+"""Share of the target that this peer itself must predict before another peer's call makes a step due. Less than all, as
+this peer may have read the others' records too early. More than none, so that no peer can force steps without samples.
+"""
 
 
 class ProgressTracker(ProgressReader):
     """The progress of all peers of a run. Any thread may read :attr:`progress` and :attr:`outlook`.
 
+    "Here" means at this peer's position. *Published* samples are those in the peers' records; *predicted* ones are
+    extrapolated from the records to now.
+
     Attributes:
         on_outlook: called whenever the outlook may have changed.
-        progress: of the peers here, as published; it decides whether a global step is due.
-        outlook: the progress predicted for now; it decides when to publish and to read.
+        progress: the published progress of the peers here; it decides whether a global step is due.
+        outlook: the predicted progress of the peers here; it decides when to publish and to read.
         is_called: another peer has begun a round here, and this one has not come to it yet.
-        is_moving: the result of a round is being applied: the old position is published no more.
-        is_busy: this peer averages, or waits for others, however long it makes no sample.
-        roster: of the run at this peer's position.
-        num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
+        is_moving: a round has committed, and its update is not made yet. Meanwhile nothing is published, as the
+            position is about to change.
+        is_busy: this peer averages, or waits for others, so it is not idle although it computes no samples.
+        roster: returns the roster of the run at this peer's position.
+        num_together: number of members of the round that led to this position, if one round of one group did; else 0.
     """
 
     def __init__(
@@ -87,8 +93,9 @@ class ProgressTracker(ProgressReader):
             position, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
-        self._counted_at = 0.0  # loop time, when the samples were counted
-        self._read_at = self._wholly_read_at = -math.inf  # loop time
+        self._counted_at = 0.0  # loop time when this peer's samples were counted
+        self._read_at = -math.inf  # loop time of the last read
+        self._wholly_read_at = -math.inf  # loop time of the last read from more than one holder
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._donor: PeerId | None = None
         self._view: View | None = None
@@ -99,7 +106,7 @@ class ProgressTracker(ProgressReader):
         self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
 
     def start(self) -> None:
-        """Begin to publish and to read, unless already begun."""
+        """Begin to publish and to read; does nothing if that has begun."""
         if self._is_started:
             return
         self._is_started = True
@@ -125,20 +132,24 @@ class ProgressTracker(ProgressReader):
             self.publish_soon()
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
-        """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
+        """Take in how many samples this peer has accumulated for the next global step, and how fast it computes.
+
+        Args:
+            batch_s: seconds that the last batch took; 0 if unknown.
+        """
         self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
         self._update_progress()
         self._publish_news()
 
     @property
     def is_idle(self) -> bool:
-        """Whether this peer's program seems to train no more, such as a notebook whose cell was interrupted."""
+        """Whether this peer's program seems to have stopped training, as a notebook does whose cell was interrupted."""
         idle_s = max(IDLE_S, IDLE_BATCHES * self.own.batch_s)
         is_trainer = not self.own.is_auxiliary and not self.is_busy
         return is_trainer and asyncio.get_running_loop().time() - self._counted_at > idle_s
 
     def sit(self, seat: Seat) -> None:
-        """Take a place among the groups of a large run."""
+        """Take a seat in the grid of a large run, and publish it soon."""
         if seat != self.own.seat:
             self._set_own(seat=seat)
             self._publish_news()
@@ -155,10 +166,11 @@ class ProgressTracker(ProgressReader):
         sketch: bytes = b"",
         blamed: Collection[PeerId] = (),
     ) -> None:
-        """This peer has made a step with the members of a round, also itself; with none after a step alone.
+        """Take in that this peer has made a global step, which led to ``position``.
 
         Args:
-            blamed: members that were lost in the round, or at fault.
+            together_with: the members of the round, this peer included; empty for a step alone.
+            blamed: members that were lost in the round, or at fault: they are missing until they publish again.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with, blamed)
@@ -170,15 +182,17 @@ class ProgressTracker(ProgressReader):
         lineage_samples: int,
         donor: PeerId | None = None,
     ) -> None:
-        """This peer has loaded the state of ``position`` from a donor, or begins there."""
+        """Take in that this peer has loaded the state of ``position`` from a donor, or begins there without one."""
         self.num_together, self._donor = 0, donor
         if donor is not None and position.step == 0:
             seen = self.observed().get(donor)
             self._set_own(claim=seen.record.claim if seen is not None else Claim.JOINED)
-        self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
+        # no sketch: the donor's code may have changed its parameters, by a clamp say, after it published its sketch
+        self._go_to(position, lineage_samples, b"")
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
-        self.is_called = self.is_called and position == self.own.position  # a reload answers no call
+        # a call stays open if this peer only reloads its state
+        self.is_called = self.is_called and position == self.own.position
         self.is_moving = False
         self._note_change()
         self._set_own(
@@ -190,7 +204,10 @@ class ProgressTracker(ProgressReader):
     def _note_round(
         self, position: Position, lineage_samples: int, members: Sequence[PeerId], blamed: Collection[PeerId]
     ) -> None:
-        """Assume that the members are at ``position``, until their records say so or more; blamed ones are missing."""
+        """Assume that the members of a round are at ``position`` until they publish newer records.
+
+        Those that are blamed count as missing.
+        """
         now = asyncio.get_running_loop().time()
         for peer_id in members:
             self._missing.pop(peer_id, None)
@@ -222,7 +239,8 @@ class ProgressTracker(ProgressReader):
         self.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> PeerRecord | None:
-        if self.is_moving or self.is_idle or self.has_lost_run():  # others would begin a run with it
+        # a peer without the run's state must not publish step 0: newcomers would begin the run anew with it
+        if self.is_moving or self.is_idle or self.has_lost_run():
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(
@@ -235,7 +253,7 @@ class ProgressTracker(ProgressReader):
     # records of the others
 
     async def look(self, timeout_s: float = DIAL_S) -> None:
-        """Read the records of the others now; if that fails, earlier reads count."""
+        """Read the others' records now; if that fails, the records read before stay."""
         try:
             async with time_limit(timeout_s, "reading the progress of the others"):
                 await self.refresh()
@@ -243,11 +261,11 @@ class ProgressTracker(ProgressReader):
             logger.debug("the progress of the others cannot be read: %s", error)
 
     async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of the others now; with ``quickly`` from one holder only."""
+        """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them."""
         try:
             await super().refresh(quickly=quickly)
         finally:
-            self.judge()  # also of what has expired
+            self.judge()  # also after a failure: some records may have expired
         self._read_at = now = asyncio.get_running_loop().time()
         if not quickly:
             self._wholly_read_at = now
@@ -258,32 +276,32 @@ class ProgressTracker(ProgressReader):
         self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: PeerRecord) -> None:
-        """Take over the progress that a peer has sent directly."""
+        """Take in a record that a peer has sent directly, not through the DHT."""
         record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, DAY_S))
         self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
         self.judge()
 
     def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come to a round; if it is ahead, it can still send its state."""
+        """Count a peer that did not come to a round as missing, unless it is ahead: its state can still be loaded."""
         seen = self.observed().get(peer_id)
         if seen is not None and seen.record.position.step <= self.own.position.step:
             super().report_missing(peer_id)
 
     def report_without_state(self, peer_id: PeerId) -> None:
-        """A peer could not send the state; it is asked again only after a fresh record."""
+        """Count a peer that could not send the state as missing: it is asked again only after a fresh record."""
         super().report_missing(peer_id)
 
     def shun(self, peer_id: PeerId, reason: str) -> None:
-        """Ignore a peer's claims of a better branch: it sent an unusable state."""
+        """Ignore a peer's claims of a better branch for a while, as it sent a state that could not be used."""
         self.branches.shun(peer_id, asyncio.get_running_loop().time(), reason)
         self.judge()
 
     def refresh_soon(self) -> None:
-        """Read soon: the others' records will explain what has just happened."""
+        """Read the others' records soon, without waiting for the next regular read."""
         self._read_wanted.set()
 
     def judge(self) -> None:
-        """Update the conclusions after a change of the others' records or this peer's position."""
+        """Judge the branches anew, and update the progress, after a change of any record or of this peer's position."""
         now = asyncio.get_running_loop().time()
         self.branches.look(self.own, self.records(), now)
         self._update_progress()
@@ -299,7 +317,7 @@ class ProgressTracker(ProgressReader):
 
     @property
     def view(self) -> View:
-        """The others at this peer's position, as last read; a new object only after a change or expiry."""
+        """The other peers here, as last read; a new object only after a record has changed or expired."""
         observed = self.observed()
         if self._view is None or self._view.observed is not observed:
             self._view = View(observed, self.own.position, self.missing())
@@ -316,7 +334,13 @@ class ProgressTracker(ProgressReader):
         knew_others: bool,
         allow_solo: bool,
     ) -> Situation:
-        """What this peer knows now, for its next decision; the arguments are what others here know."""
+        """What this peer knows now, for its next decision. Each attribute is defined at :class:`Situation`.
+
+        The caller passes on what the tracker does not know; the arguments but ``allow_solo`` become attributes.
+
+        Args:
+            allow_solo: as for :class:`manyhands.Optimizer`.
+        """
         own_samples = 0 if self.own.is_auxiliary else self.own.samples
         return Situation(
             position=self.own.position,
@@ -339,21 +363,21 @@ class ProgressTracker(ProgressReader):
         )
 
     def _is_alone(self, allow_solo: bool) -> bool:
-        """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
+        """See :class:`Situation`. A client must not begin a branch of its own while others train."""
         if self._endpoint.client_mode and self.trainers():
             return allow_solo and self.is_stranded()
         return self.num_peers_here() == 1 and self.is_on_best_branch()
 
     def num_peers(self) -> int:
-        """Number of peers that train, wherever in the run they are, this one included."""
+        """Number of peers that train, at any position of the run, this one included."""
         return len(self.trainers()) + (not self.own.is_auxiliary)
 
     def num_peers_here(self) -> int:
-        """Number of peers that train at this position, this one included, reachable or not."""
+        """Number of peers that train here, this one included, whether or not they can be reached."""
         return len(self.view.trainers) + (not self.own.is_auxiliary)
 
     def is_due(self) -> bool:
-        """Whether the run has reached its target, by the published samples, or by a call that may be right."""
+        """Whether the published samples reach the target, or another peer calls and the predicted ones are enough."""
         if self.progress.samples >= self.target_batch_size:
             return True
         return self.is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
@@ -367,44 +391,52 @@ class ProgressTracker(ProgressReader):
             await wait_at_most(self._due, left_s)
 
     def is_near(self) -> bool:
-        """Whether the target is at most two batches away; never in a grid, or in a crowd, where each tells many."""
+        """Whether the target is predicted to be at most two batches, of the slowest other trainer here, away.
+
+        Never in a grid or in a crowd: there each peer would have to send its progress to too many others.
+        """
         if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
             return False
         longest_s = max([seen.record.batch_s for seen in self.view.trainers.values()], default=0.0)
         return self.outlook.eta_s <= 2 * longest_s
 
     def call_to_round(self) -> None:
-        """Another peer has begun a round here."""
+        """Take in that another peer has begun a round here."""
         is_new, self.is_called = not self.is_called, True
         self._due.set()
         if is_new and not self.is_due():
-            self.refresh_soon()  # others may have said something that this peer has not read
+            self.refresh_soon()  # the others may have published samples that this peer has not read
 
     def can_meet_somebody(self) -> bool:
-        """Whether a round could find another peer: one has called, or is expected and one of them can be dialled."""
+        """Whether a round here could have another member: one calls, or is expected and a leader can be dialled."""
         return self.is_called or (bool(self.view.expected) and not self.lacks_leader())
 
     def lacks_leader(self) -> bool:
-        """Whether neither this peer nor any expected one can be dialled."""
+        """Whether no peer here could lead a round: neither this one nor any expected one accepts connections."""
         return self._endpoint.client_mode and not self.is_called and all(self.view.expected.values())
 
     def is_stranded(self) -> bool:
         return self._endpoint.client_mode and super().is_stranded()
 
     def in_need(self) -> list[PeerId]:
-        """Some of the dialable peers, if all of them are behind this peer; else none."""
+        """Up to ``MAX_IN_NEED`` peers that accept connections, if all that do are on worse branches; else none."""
         believed = self.branches.believed.items()
         hosts = {peer_id: branch_order(record) for peer_id, record in believed if not record.is_client}
         own = branch_order(self.own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
     def behind(self) -> list[PeerId]:
-        """Peers that are not missing and have yet to reach this peer's global step."""
-        trainers, missing, here = self.trainers(), self.missing(), self.own.position.step
-        return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
+        """The trainers, except missing ones, that have yet to reach this peer's global step."""
+        missing = self.missing()
+        here = self.own.position.step
+        return [
+            peer_id
+            for peer_id, record in self.trainers().items()
+            if peer_id not in missing and record.position.step < here
+        ]
 
     def judges_of_parameters(self) -> Poll:
-        """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
+        """The other peers whose parameters this peer's are compared with; see :meth:`.Belief.judges`."""
         return self.branches.belief.judges(self.own, self.records())
 
     # choice of the branch
@@ -422,7 +454,7 @@ class ProgressTracker(ProgressReader):
         return self.branches.best().position == self.own.position
 
     def has_lost_run(self) -> bool:
-        """Whether this peer, at step 0, has seen the run further on, and knows of nobody any more that trains in it."""
+        """Whether this peer, at step 0, has seen the run beyond it, and knows of no peer that trains in it now."""
         has_none = self.own.position.step == 0 and self.branches.seen_step > 0 and not self.trainers()
         return has_none and self.is_on_best_branch()
 
@@ -432,7 +464,7 @@ class ProgressTracker(ProgressReader):
         last_samples, delay_s = -1, 0.0
         while True:
             self._read_wanted.clear()
-            # now and then it reads from most holders of the records
+            # mostly from one holder of the records; each DIAL_S, unless in a crowd, from most of them
             is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < DIAL_S
             try:
                 await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
@@ -450,7 +482,10 @@ class ProgressTracker(ProgressReader):
         return crowd_factor(self.outlook.num_peers)
 
     def _next_read_s(self, last_s: float) -> float:
-        """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
+        """Seconds until the next read.
+
+        At the target they double from read to read: then nothing is left to predict, and batches trigger reads.
+        """
         config = self._config
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
@@ -458,7 +493,7 @@ class ProgressTracker(ProgressReader):
         return next_refresh_s(self.outlook, config)
 
     def is_worth_a_look(self) -> bool:
-        """Whether to read now: the target should be reached, although the last records did not say so."""
+        """Whether to read now, as the target should be reached although the records read so far do not say so."""
         since_s = asyncio.get_running_loop().time() - self._read_at
         if self.is_due() or since_s < self._config.min_refresh_s:
             return False
@@ -466,7 +501,7 @@ class ProgressTracker(ProgressReader):
 
     @property
     def _is_led(self) -> bool:
-        """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
+        """Whether another peer reads at the target in place of this one, and calls it: in a crowd the leader does."""
         if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
             return False
         members = self.roster().members

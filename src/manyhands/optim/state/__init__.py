@@ -1,1 +1,1 @@
-"""The state of a run that a newcomer loads: its content, its transfer and its checks."""
+"""The state of a run: how it is captured, sent, checked and loaded; and how a peer makes the steps that it missed."""

@@ -1,12 +1,23 @@
-"""How a peer gets to where the run is: by the committed step from its position, or else by the state.
+"""How a peer gets to the position of the run: by the committed steps from its own position, or by the state.
 
-A peer that lacks a step takes it from a peer that has kept it, and loads the state if none has. A step is kept, as its
-means travelled and with what its round has committed, while a newcomer downloads the state. If a member may lack the
-means, as another one was lost, the step is kept until the next one.
+A peer that lacks a step fetches it from a peer that has kept it, and downloads the state if none has. A peer keeps a
+step, which is the round's manifest and its means as they were sent, while a newcomer downloads the state from it. It
+also keeps the last step if another member may lack the means, because a member was lost in the round.
 
-A peer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream. The other one answers with a
-:class:`ReplayAnswer`, a :class:`KeptStep` and the means. The digest in what was committed covers the means, and the
-lineage of a position covers all that was committed on the way (docs/explanation/state.md).
+=======================  ==============================================================================================
+function                 called by
+=======================  ==============================================================================================
+``download_state``       ``Collaboration.download``, for the training thread: when it joins (``BlockingRunClient.join``)
+                         and on the decisions ``LOAD_STATE`` and ``RELOAD`` (``Optimizer._load_state``). Also
+                         ``load_state_from_peers`` and the evaluator of the ALBERT recipe, which do not train
+``fetch_step``           ``StepRounds.step_towards``: for ``Collaboration.missed_step`` before a state is downloaded and
+                         after it, and for a member whose round committed but which lacks the means
+``StepKeeper.add``       ``StepRounds.average``, after each committed round of one group
+=======================  ==============================================================================================
+
+A peer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream. The other peer answers with a
+:class:`ReplayAnswer`, a :class:`KeptStep` and the means. The receiver can check all of it: the digest in the manifest
+covers the means, and the lineage of a position covers all manifests on the way there (docs/explanation/state.md).
 """
 
 from __future__ import annotations
@@ -53,8 +64,8 @@ from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
 STREAM_KIND = "replay/1"
-MAX_HEADER_BYTES = 1 << 20
-MAX_CHUNKS = 1 << 15
+MAX_HEADER_BYTES = 1 << 20  # of a ReplayAnswer or a KeptStep
+MAX_CHUNKS = 1 << 15  # of one vector
 
 
 # the state
@@ -79,62 +90,64 @@ async def download_state(
     :class:`manyhands.averaging.state.download.Download`.
 
     Raises:
-        Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
+        Unavailable: no donor could send the state, or all donors of the chosen state failed; names each with its
+            reason.
     """
     return await Download(
         endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
-        least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # more with statistics
+        least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # the statistics come on top
         held=held, num_tensors=num_tensors, on_violation=on_violation, on_header=on_header,
     ).run()  # fmt: skip
 
 
-# a step: what travels
+# a step: the messages
 
 
 class ReplayRequest(msgspec.Struct):
-    """Opens the stream: asks for the step from a position."""
+    """Opens the stream, and asks for the step from a position."""
 
     run_id: str
     position: Position
 
 
 class ReplayAnswer(msgspec.Struct):
-    """Sent first, prefixed by its length as each header."""
+    """The first message of the answer; like each header, it is preceded by its length."""
 
-    has_step: bool  # it follows
+    has_step: bool  # if so, a KeptStep follows
 
 
 class KeptStep(msgspec.Struct):
-    """A step, as its group has committed it; its means follow, piece by piece."""
+    """A step as its group has committed it. The means follow it, in one piece for each reducer."""
 
     manifest: RoundManifest
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)]  # code of the encoding of the means
     stops: Annotated[
         list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
-    ]  # for each piece, the ends of its chunks in the vector, in elements
+    ]  # for each piece, the end of each of its chunks in the vector, in elements
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
-# a step: the donor
+# a step: the peer that has kept it
 
 
 class Kept(NamedTuple):
     """A step in this peer's memory, with its means."""
 
     step: KeptStep
-    pieces: Sequence[torch.Tensor]
+    pieces: Sequence[torch.Tensor]  # uint8, by reducer
 
 
 @dataclass(eq=False)
 class StepKeeper:
-    """Keeps this peer's last steps for those that may lack them, and hands them out.
+    """Keeps this peer's last steps for peers that may lack them, and sends them on request.
 
     Args:
-        server: knows who downloads the state, and how large that is: several kept steps together take no more memory.
-            If the steps that are made during a download are more than that, the newcomer could never catch up.
-        for_newcomers: whether a newcomer can make the steps that it has missed.
+        server: knows which peers download the state, and its size. Kept steps together take no more memory than the
+            state, unless there is only one. If the steps made during a download take more, the newcomer could never
+            catch up.
+        for_newcomers: whether a newcomer can make the steps that it has missed; see ``Replica.can_replay``.
     """
 
     endpoint: Endpoint
@@ -148,27 +161,27 @@ class StepKeeper:
         self.endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(self.endpoint, self.run_id).check)
 
     def close(self) -> None:
+        """Answer no more requests, and forget all steps."""
         self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
     async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
-        """Keep a step that this peer's round has committed, if anybody may need it.
+        """Keep a step that this peer's round has committed, if another peer may need it; drop steps that none needs.
 
-        Steps are kept for ``TWO_DIALS_S`` after the last download has ended, and until the next one: one more may be
-        missed.
+        Steps are kept until the first step that is made ``TWO_DIALS_S`` or more after the last download has ended.
 
         Args:
-            may_be_lacking: a member of the round may not have the means.
+            may_be_lacking: whether a member of the round may lack the means.
         """
         if not (self.for_newcomers and self.server.followers(TWO_DIALS_S)):
             self._steps.clear()
             if not may_be_lacking:
                 return
-        if not means.chunks:  # values were passed on, not their means
+        if not means.chunks:  # the reducers passed the sparse values on, and sent no means
             return
         try:
             lasting = await run_to_end(means.lasting)
-        except MemoryError:  # the newcomer loads the state again; the round of this peer has committed
+        except MemoryError:  # without the step the newcomer downloads the state again; this peer's round has committed
             self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
@@ -195,7 +208,7 @@ class StepKeeper:
         limit_s = STALL_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
         is_member = kept is not None and remote in kept.step.manifest.members
-        # with the last step a newcomer takes part, so wait for it
+        # a newcomer that gets the last step can take part in the next round: count it, so that the others wait for it
         with nullcontext() if is_member else self.server.following(remote, is_late=is_last):
             async with time_limit(limit_s, f"sending a step to peer {remote}"):
                 try:
@@ -209,22 +222,22 @@ class StepKeeper:
 
 
 class MissedStep(NamedTuple):
-    """A step that was made without this peer, with its averaged vector; float32, on the host, shape [N]."""
+    """A committed step of the run that this peer has not made."""
 
     manifest: RoundManifest
-    mean_N: torch.Tensor
+    mean_N: torch.Tensor  # the averaged vector: float32, on the host, shape [N]
 
 
 async def fetch_step(
     endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
 ) -> MissedStep | None:
-    """Fetch the step from a position; None if the donor has not kept it.
+    """Fetch the committed step from a position; None if the donor has not kept it.
 
     Args:
-        plan_of_code: the encoding of the vectors of the run with the codec of a code.
+        plan_of_code: returns the encoding of the step's vector with the codec that has this code on the wire.
     Raises:
-        ProtocolViolation: it is not what was committed, or not from that position.
-        PeerError, Unavailable: it does not send it.
+        ProtocolViolation: the donor sent a step from another position, or means that were not committed.
+        PeerError, Unavailable: the donor did not send a step.
     """
     request = msgspec.msgpack.encode(ReplayRequest(run_id, position))
     stream = await RunGate(endpoint, run_id).through(
@@ -236,7 +249,8 @@ async def fetch_step(
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
         if not answer.has_step:
             return None
-        limit_s = STALL_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
+        # twice the time for float32 values at the slowest speed: the donor chooses how the pieces are cut
+        limit_s = STALL_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S
         async with time_limit(limit_s, f"the step that peer {donor} keeps"):
             kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
             check_manifest(donor, kept.manifest, position)
@@ -250,7 +264,11 @@ async def fetch_step(
 
 
 def check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) -> None:
-    """Check that a step begins at a position, and that samples and the roster can be counted by it."""
+    """Check that a step begins at a position, and that its manifest has sound weights and ranks.
+
+    Raises:
+        ProtocolViolation: it does not. Samples and the roster could not be computed from it.
+    """
     if manifest.position != position:
         raise ProtocolViolation(donor, f"sent a step from {manifest.position}, in place of {position}")
     num_members, weights = len(manifest.members), manifest.weights
@@ -273,7 +291,7 @@ async def _receive_mean(stream: Stream, kept: KeptStep, plan: Plan) -> torch.Ten
 
     def decode() -> None:
         if digest_of_all(list(map(digest_of, pieces))) != kept.manifest.digest:
-            raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
+            raise ProtocolViolation(stream.remote, "sent means that differ from what was committed")
         for piece, of_piece, chunks_of_piece in zip(pieces, sizes, chunks, strict=True):
             for encoded, chunk in zip(torch.split(piece, of_piece), chunks_of_piece, strict=True):
                 plan.decode(encoded, chunk.start, mean_N[chunk])
@@ -283,10 +301,10 @@ async def _receive_mean(stream: Stream, kept: KeptStep, plan: Plan) -> torch.Ten
 
 
 def _chunks_of(stops: Sequence[Sequence[int]], numel: int) -> list[list[slice]]:
-    """The chunks of each piece of a vector, from their ends.
+    """The chunks of each piece of a vector, from the ends of the chunks.
 
     Raises:
-        BadEncoding: they are not those of a whole vector.
+        BadEncoding: they do not cover a whole vector in order.
     """
     bounds = [0, *itertools.chain.from_iterable(stops)]
     if bounds[-1] != numel or len(bounds) > MAX_CHUNKS or any(a > b for a, b in itertools.pairwise(bounds)):

@@ -1,6 +1,7 @@
 """Checks that a state from another peer fits the run and can be trained on, before anything is loaded. Pure.
 
-A peer with faulty memory or bad intent must not end this process, stop the run's steps, or turn them uphill.
+A state from a peer with faulty memory or bad intent must not crash this process, stop the steps of the run, or make
+them increase the loss.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from manyhands.optim.state.state import (
 )
 
 MAX_STEP = 10**9
+"""The largest number of global steps that is believed, and of steps in an optimizer's statistics."""
 MAX_LINEAGE_SAMPLES = 2**50
+"""The largest number of samples in a lineage that is believed."""
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _STATISTICS: dict[type[torch.optim.Optimizer], set[str]] = {
@@ -50,13 +53,17 @@ _OPTIONAL = {"max_exp_avg_sq", "momentum_buffer"}
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 _COUNTERS = {"step"}
 _CHANGED_BY_NONE = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "maximize"})
-"""Options of most optimizers that they do not change by themselves."""
+"""Options of many optimizers that no optimizer changes by itself."""
 TRIED_GRADIENT = 1e-3
-"""The largest value in the gradients of a step that is tried; not zero, as some optimizers divide by their norm."""
+"""The bound of the values in the gradients of a tried step. They are not zero, as some optimizers divide by their norm.
+"""
 
 
 def check_of(manifest: RunManifest) -> Callable[[StateHeader], None]:
-    """A check whether the description of a state fits a run, before its tensors are received; raises ValueError."""
+    """Make the check whether the header of a state fits a run, before its tensors are received.
+
+    The check raises ``ValueError`` if it does not.
+    """
 
     def check(header: StateHeader) -> None:
         _check_place(header)
@@ -66,7 +73,7 @@ def check_of(manifest: RunManifest) -> Callable[[StateHeader], None]:
 
 
 def _check_place(header: StateHeader) -> None:
-    """Check that the roster is that of the position; raises ``ValueError`` if not."""
+    """Check that the roster is the one that the position's lineage covers; raise ``ValueError`` if not."""
     check_roster(header.roster)
     if header.position.step == 0:
         if header.roster != Roster() or header.seal:
@@ -81,21 +88,22 @@ def fault_of(
     options: Sequence[Mapping[str, Any]],
     extra: Sequence[ParameterSpec] = (),
 ) -> str:
-    """Why a state must not be loaded, in words; empty if it may.
+    """Why a state must not be loaded, in words; empty if it may be.
 
-    An optimizer of an unknown kind makes a step from it, on a copy. One that is not torch's may keep numbers of its
-    own among its options, as Prodigy does: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
+    For an unknown kind of optimizer, a step from the state is tried on a copy. An optimizer that is not one of torch
+    may keep numbers that it changes among its options, as Prodigy does. Of its options, only those in
+    ``_CHANGED_BY_NONE``, and those that are not numbers, must be equal.
 
     Args:
         optimizer: of this peer; not changed.
-        options: of each parameter group, which the state must have.
-        extra: tensors beside the parameters.
+        options: the options that each parameter group of the state must have.
+        extra: the tensors beside the parameters.
     Raises:
         ValueError: the state does not have the shapes of this optimizer.
     """
     header = state.header
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
-        return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
+        return f"global step {header.position.step} with {header.lineage_samples} samples is impossible"
     scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups), extra)
     has_own = type(optimizer) not in _STATISTICS and not type(optimizer).__module__.startswith("torch.optim")
     if fault := _fault_of_options(scalars.groups, options, has_own=has_own):
@@ -111,11 +119,12 @@ def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mappi
     for theirs, due in zip(sent, options, strict=True):
         for name in sorted(theirs.keys() | due.keys()):
             value, own = theirs.get(name), due.get(name)
-            is_own_affair = name in LOCAL_OPTIONS or (name == "initial_lr" and own is None)
-            is_number = name not in due or _is_finite_number(own)  # some appear in a step, and are made anew in each
+            is_local = name in LOCAL_OPTIONS or (name == "initial_lr" and own is None)
+            # an option that this peer lacks may be one that the optimizer makes in a step
+            is_number = name not in due or _is_finite_number(own)
             if has_own and name not in _CHANGED_BY_NONE and is_number and _is_finite_number(value):
                 continue
-            if not is_own_affair and not is_close(value, own):
+            if not is_local and not is_close(value, own):
                 return f"its option {name!r} is {value!r}, and {own!r} in the run"
     return ""
 
@@ -132,12 +141,13 @@ def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.
         if owner == SHARED or not isinstance(values, dict):
             return f"its statistics under {owner!r} are unknown here"
         found[int(owner)] = values
-    for index, parameter in enumerate(parameters if found else ()):  # the run may not have changed any yet
+    # before the first step of the run no parameter has statistics
+    for index, parameter in enumerate(parameters if found else ()):
         if optimizer.state.get(parameter):
             found.setdefault(index, {})
     for index, values in sorted(found.items()):
         if missing := due - values.keys() - _OPTIONAL:
-            return f"statistic {min(missing)!r} of parameter {index} is not there"
+            return f"statistic {min(missing)!r} of parameter {index} is missing"
         if strange := values.keys() - due - _OPTIONAL:
             return f"statistic {min(strange)!r} of parameter {index} is unknown here"
         for name in sorted(values):
@@ -156,16 +166,17 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
     if not isinstance(value, torch.Tensor):
         return f"is {value!r}, not a tensor"
     if value.shape != parameter.shape or not value.is_floating_point():
-        return f"is {value.dtype} of shape {list(value.shape)}, and must be as the parameter"
+        return f"is {value.dtype} of shape {list(value.shape)}, and must be floating-point with the parameter's shape"
     if name in _SQUARES and value.numel() and not float(value.min()) >= 0:
-        return "is below 0, and it is a sum of squares"
+        return "has a value below 0, although it is a mean or sum of squares"
     return ""
 
 
 def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[ParameterSpec]) -> str:
-    """Try a step of an unknown optimizer from the state, on a copy.
+    """Why a step of an unknown optimizer from the state fails, as tried on a copy; empty if it does not.
 
-    If a step of this optimizer cannot be tried at all, as it needs more than gradients, that says nothing of the state.
+    Also empty if the optimizer makes no step without the state either, for example because it needs more than
+    gradients: that is no fault of the state.
     """
     if (rehearsed := _without_state(optimizer)) is None:
         return ""
@@ -177,10 +188,10 @@ def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequ
 
 
 def _without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A copy with parameters of its own, and neither state nor hooks; None if it cannot be copied.
+    """A copy of an optimizer with parameters of its own, and neither state nor hooks; None if it cannot be copied.
 
-    ``copy.deepcopy`` alone would lose the attributes of a user's own class. A schedule has replaced ``step`` on the
-    instance by one that steps the original.
+    ``copy.deepcopy`` alone would lose the attributes of a user's own class. A schedule may have replaced ``step`` on
+    the instance by a function that steps the original; that is not copied.
     """
     copied = type(optimizer).__new__(type(optimizer))
     own = {
@@ -203,7 +214,7 @@ def _fault_in_step(optimizer: torch.optim.Optimizer) -> str:
         optimizer.step()
     except torch.cuda.OutOfMemoryError:
         return ""
-    except Exception as error:  # noqa: BLE001 (whatever an optimizer makes of values that are not its own)
+    except Exception as error:  # noqa: BLE001 (an optimizer may raise anything on values that it has not made)
         return f"a step from it fails ({type(error).__name__}: {error})"
     return "" if are_finite(parameters) else "a step from it leads to values that are not finite"
 
@@ -214,9 +225,10 @@ def _tried_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class ScheduleAtBegin:
-    """A copy of a schedule as it is before the first step.
+    """A copy of a schedule from before the first step.
 
-    Its state is a function of how often it has moved. So a peer believes of another one's schedule only that number.
+    The state of a schedule follows from how often it has moved. So a peer takes only that number from another peer's
+    schedule, and computes the rest.
 
     Raises:
         ConfigError: the schedule cannot be copied.
@@ -239,7 +251,8 @@ class ScheduleAtBegin:
         """The options of the parameter groups that a state must have.
 
         Raises:
-            ValueError: its schedule is not what this one becomes, or has moved more often than the run.
+            ValueError: the state's schedule is not what this one becomes after as many moves, or has moved more often
+                than the run has made steps.
         """
         sent = msgspec.msgpack.decode(state.header.scalars, type=Scalars).scheduler
         num_moves, num_steps = _num_moves(sent), state.header.position.step
@@ -252,12 +265,12 @@ class ScheduleAtBegin:
         for _ in range(num_moves):
             moved.step()
         if not is_close(sent, serializable_part(moved.state_dict())):
-            raise ValueError(f"its schedule is not what that of the run is after {num_moves} steps")
+            raise ValueError(f"its schedule differs from that of the run after {num_moves} steps")
         return hyper_parameters_of(moved.optimizer.param_groups)
 
 
 class _OnlyOptions:
-    """Stands for an optimizer in the copy of its schedule."""
+    """Takes the place of the optimizer in a copy of its schedule; it has only options."""
 
     _opt_called = True
 
@@ -270,7 +283,10 @@ class _OnlyOptions:
 
 
 def _num_moves(state: Any) -> int | None:
-    """How often a schedule with this state has moved; None if it does not say so. Some are made of others."""
+    """How often a schedule with this state has moved; None if the state does not say so.
+
+    A schedule that is made of others has moved as often as the first of these.
+    """
     if not isinstance(state, Mapping):
         return None
     if "last_epoch" in state:
@@ -281,7 +297,7 @@ def _num_moves(state: Any) -> int | None:
 
 
 def is_close(one: Any, other: Any) -> bool:
-    """Whether two serializable values are equal but for the rounding of other machines."""
+    """Whether two serializable values are equal, apart from rounding on different machines."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_close(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The state of a run at one global step: what of an optimizer is in it, and how it gets out and in again."""
+"""The state of a run at one global step: which parts of an optimizer it has, and how it is captured and loaded."""
 
 from __future__ import annotations
 
@@ -34,36 +34,47 @@ from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
 from manyhands.optim.state.tree import decoded, encoded, with_tensors
 
-COPIED_BYTES = 16 << 20  # at a time, while a step has to wait
+COPIED_BYTES = 16 << 20
+"""The number of bytes that are copied at a time, while a step has to wait."""
 MAX_BYTES_PER_VALUE = 64
-"""Of all statistics together, for each value of the parameters: sixteen in float32."""
+"""The largest size of all statistics together, per value of the parameters: sixteen float32 numbers."""
 MORE_BYTES = 16 << 20
-"""As many more for a small model, in which the matrices of Shampoo, say, are large beside a bias."""
+"""The size that is allowed on top of that, for small models: the matrices of Shampoo, say, are large beside a bias."""
 MAX_STATISTICS = 256
-"""Tensors for each parameter, on average: some optimizers have a few for each block of a matrix."""
+"""The largest number of tensors per parameter, on average: some optimizers have a few for each block of a matrix."""
 MAX_DIMENSIONS = 32
 INNER = "inner."
+"""Prefix of the names of statistics of the inner optimizer, in a run with local steps."""
 SHARED = "shared"
-"""In place of the index of a parameter: what an optimizer keeps for all of them, under texts as keys."""
+"""Takes the place of a parameter's index for values that an optimizer keeps for all parameters, under texts as keys."""
 WHOLE = "$state"
-"""Key of all statistics of a parameter in the form of :mod:`manyhands.optim.state.tree`; a tensor's place is its number
-among those of the optimizer."""
+"""Key under which all statistics of a parameter are together, as encoded by :mod:`manyhands.optim.state.tree`. The
+place of a tensor is its number among the statistics of the optimizer."""
 TRAIN_MODE = "train_mode"
 """Option of schedule-free optimizers: whether the parameters are those to train on, or those to evaluate."""
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
-"""How an optimizer computes on this machine, not what, and how the parameters are called there: not part of the state,
-and may differ between peers."""
+"""Options that are not part of the state, and may differ between peers: they say how an optimizer computes on its
+machine, and how its parameters are called there."""
 
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+"""Exceptions that optimizers raise when they load the statistics of another kind of optimizer."""
 
 
 class Scalars(msgspec.Struct, omit_defaults=True):
-    """The part of a state that is not in tensors."""
+    """The part of a state that is not in tensors.
 
-    statistics: dict[str, dict[str, Any]]  # of the optimizer, by index of the parameter, as a decimal number, or SHARED
-    groups: list[dict[str, Any]]  # the hyper-parameters of each parameter group
+    Attributes:
+        statistics: of the optimizer, by index of the parameter as decimal text, or ``SHARED``.
+        groups: the hyper-parameters of each parameter group.
+        scheduler: the state of the schedule.
+        inner_statistics: the same of the donor's inner optimizer, in a run with local steps.
+        inner_groups: likewise.
+    """
+
+    statistics: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
-    inner_statistics: dict[str, dict[str, Any]] = {}  # of the donor's inner optimizer, in a run with local steps
+    inner_statistics: dict[str, dict[str, Any]] = {}
     inner_groups: list[dict[str, Any]] = []
 
 
@@ -76,7 +87,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of all parameters, without those of wrappers; numbers if they have no names."""
+    """The names of all parameters, without the prefixes of wrappers; ``parameter 0`` and so on if they have none."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     num_parameters = len(parameters_of(optimizer))
     if len(names) != num_parameters:
@@ -99,7 +110,7 @@ def digest_of_parameters(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The part of each parameter group that is sent."""
+    """The options of each parameter group, except the local ones, as plain values."""
     return [
         {name: serializable_part(_number(group[name])) for name in group if name not in {"params", *LOCAL_OPTIONS}}
         for group in groups
@@ -107,10 +118,15 @@ def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 class Capture:
-    """Copies the state of a run piece by piece. Nothing may change the state while this is made.
+    """Copies the state of a run piece by piece. Nothing may change the state while this object is constructed.
 
+    Args:
+        optimizer: makes the global steps.
+        extra: the tensors beside the parameters, with their specs.
+        inner: the inner optimizer, in a run with local steps.
+        position, lineage_samples, origin, ancestry, roster, seal: as in :class:`.Replica`.
     Raises:
-        ConfigError: newcomers could not load the state: names the value.
+        ConfigError: newcomers could not load the state; names the value.
     """
 
     def __init__(
@@ -150,8 +166,14 @@ class Capture:
     def _add_statistics(
         self, optimizer: torch.optim.Optimizer, prefix: str, specs: list[ParameterSpec]
     ) -> dict[str, dict[str, Any]]:
-        """Add the tensors among an optimizer's statistics; returns the others."""
-        first, places, others = len(specs), dict[int, int](), dict[str, dict[str, Any]]()
+        """Add the tensors among an optimizer's statistics to the content and to ``specs``; returns the other values.
+
+        Args:
+            prefix: of the names of the statistics.
+        """
+        first = len(specs)
+        places = dict[int, int]()  # by id of the tensor
+        others = dict[str, dict[str, Any]]()
 
         def place_of(name: str, tensor: torch.Tensor) -> int:
             if id(tensor) not in places:
@@ -176,11 +198,11 @@ class Capture:
     def copy(
         self, guard: Callable[[], AbstractContextManager[Any]] = nullcontext, is_moved: Callable[[], bool] = bool
     ) -> State | None:
-        """Copy all tensors, without their digests; None if the state changed meanwhile.
+        """Copy all tensors, without their digests; None if the state has changed meanwhile.
 
         Args:
-            guard: entered for each piece of a few milliseconds.
-            is_moved: whether the state has changed since this was made; asked under the guard.
+            guard: makes the context in which each piece is copied, which takes a few milliseconds.
+            is_moved: returns whether the state has changed since this object was constructed; called in that context.
         """
         state = State(self._header, empty_content(self._header.tensors))
         for source, target in zip(self._sources, state.tensors, strict=True):
@@ -193,12 +215,16 @@ class Capture:
 
 
 def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
-    """The state without the donor's inner optimizer, and a copy of that, if there is one, as a state of its own.
+    """Split a state into that without the donor's inner optimizer, and that of the inner optimizer, if it has one.
 
-    The header must be checked. ``inner`` are the parameters of this peer's inner optimizer; they may be less precise.
+    Args:
+        state: its header must be checked.
+        inner: the parameters of this peer's inner optimizer; they may be less precise than those of the state.
+        num_extra: number of tensors beside the parameters.
     """
     num_parameters = len(inner)
-    specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    specs = state.header.tensors
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     first = num_parameters + num_extra
     num_outer = first + sum(not statistic_of(spec)[1].startswith(INNER) for spec in specs[first:])
     outer = _with_scalars(first_of(state, num_outer), Scalars(scalars.statistics, scalars.groups, scalars.scheduler))
@@ -220,11 +246,12 @@ def _with_scalars(state: State, scalars: Scalars) -> State:
 def checked_scalars(
     header: StateHeader, parameters: Sequence[ParameterSpec], num_groups: int, extra: Sequence[ParameterSpec] = ()
 ) -> Scalars:
-    """Check that a state fits an optimizer, before a byte of its tensors is received.
+    """Check that a state fits an optimizer, by its header alone; returns the part of it that is not in tensors.
 
     Args:
         parameters: of the optimizer, in order.
-        extra: tensors beside the parameters.
+        num_groups: number of parameter groups of the optimizer.
+        extra: the tensors beside the parameters.
     Raises:
         ValueError: it does not fit; says where.
     """
@@ -258,7 +285,7 @@ def checked_scalars(
 
 
 def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[ParameterSpec] = ()) -> dict[str, Any]:
-    """Write a state into an optimizer and its parameters, not the extra tensors; returns the scheduler's state.
+    """Write a state into an optimizer and its parameters, but not into the extra tensors; returns the schedule's state.
 
     Raises:
         ValueError: the state does not fit; nothing was changed.
@@ -291,15 +318,17 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
 
 
 def statistics_in(state: State, scalars: Scalars, first: int, *, are_copied: bool = False) -> dict[str, Any]:
-    """The statistics in a state, by index of the parameter as a decimal number, or ``SHARED``.
+    """The statistics in a state, by index of the parameter as decimal text, or ``SHARED``.
 
     Args:
-        first: tensor that is a statistic.
-        are_copied: the tensors have memory of their own.
+        first: index of the first tensor that is a statistic.
+        are_copied: return copies of the tensors.
     Raises:
         ValueError: they cannot be those of an optimizer.
     """
-    specs, tensors, copies = state.header.tensors[first:], state.tensors[first:], dict[int, torch.Tensor]()
+    specs = state.header.tensors[first:]
+    tensors = state.tensors[first:]
+    copies = dict[int, torch.Tensor]()
 
     def tensor_at(place: Any) -> torch.Tensor:
         if type(place) is not int or not 0 <= place < len(tensors):
@@ -319,10 +348,10 @@ def statistics_in(state: State, scalars: Scalars, first: int, *, are_copied: boo
 
 
 def load_packed(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> None:
-    """Load what ``state_dict()`` has returned, with each statistic as it was.
+    """Load a result of ``state_dict()`` into an optimizer, with the dtype and the kind of each statistic as it was.
 
-    ``load_state_dict`` gives all floating-point statistics the dtype of their parameter, also those that the optimizer
-    keeps in another one, makes integers floating-point numbers, and loses texts.
+    ``load_state_dict`` alone gives all floating-point statistics the dtype of their parameter, even those that the
+    optimizer keeps in another dtype. It also makes integers floating-point numbers, and loses texts.
     """
     optimizer.load_state_dict(dict(packed))
     parameters = parameters_of(optimizer)
@@ -343,13 +372,13 @@ def load_packed(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> 
 
 
 def _as_it_was(loaded: Any, sent: Any) -> Any:
-    """A loaded statistic with the dtypes that were sent, where the optimizer has not made something else of it."""
+    """A loaded statistic with the dtypes that were sent, where the optimizer has not changed its shape or kind."""
     if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
         has_other_dtype = loaded.dtype != sent.dtype and loaded.shape == sent.shape
         return sent.to(loaded.device) if has_other_dtype else loaded
     if isinstance(loaded, dict) and isinstance(sent, dict):
         for key in loaded.keys() & sent.keys():
-            if key != "step":  # torch knows the dtype that it needs for this one
+            if key != "step":  # load_state_dict keeps the dtype of this one as torch needs it
                 loaded[key] = _as_it_was(loaded[key], sent[key])
     elif isinstance(loaded, (list, tuple)) and type(loaded) is type(sent) and len(loaded) == len(sent):
         items = [_as_it_was(item, its_sent) for item, its_sent in zip(loaded, sent, strict=True)]
@@ -358,27 +387,37 @@ def _as_it_was(loaded: Any, sent: Any) -> Any:
 
 
 def _set_mode(optimizer: Any, before: Sequence[Mapping[str, Any]]) -> None:
-    """Bring a schedule-free optimizer to the mode that it was in: the donor may be in the other one."""
+    """Bring a schedule-free optimizer back to the mode that it was in: the donor's state may be of the other mode.
+
+    Args:
+        before: the parameter groups before the state was loaded.
+    """
     modes = [group[TRAIN_MODE] for group in before if isinstance(group.get(TRAIN_MODE), bool)]
     if modes and any(group.get(TRAIN_MODE) is not modes[0] for group in optimizer.param_groups):
-        optimizer.train() if modes[0] else optimizer.eval()
+        if modes[0]:
+            optimizer.train()
+        else:
+            optimizer.eval()
 
 
 def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
-    """Write the options of a state's groups, such as the learning rate, into an optimizer; they must be checked."""
+    """Write the options of a state's groups, such as the learning rate, into an optimizer.
+
+    The caller must have checked them.
+    """
     scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     for group, sent in zip(optimizer.param_groups, scalars.groups, strict=True):
         group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
 
 
 def statistic_of(spec: ParameterSpec) -> tuple[str, str]:
-    """The index of the parameter that a statistic belongs to, or ``SHARED``, and its name."""
+    """The owner of a statistic, which is the index of its parameter or ``SHARED``, and the statistic's name."""
     owner, _, name = spec.name.partition(".")
     return owner, name
 
 
 def _statistics_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All statistics of an optimizer, by index of the parameter in order, and then those under ``SHARED``."""
+    """All statistics of an optimizer: by index of the parameter, in order, and after them those under ``SHARED``."""
     for key in optimizer.state:
         if not isinstance(key, (torch.Tensor, str)):
             raise ConfigError(
@@ -392,7 +431,7 @@ def _statistics_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _plain_tensors(values: Any) -> dict[str, torch.Tensor] | None:
-    """The tensors of a parameter's statistics, if these are tensors and plain numbers under texts; else None."""
+    """The tensors among a parameter's statistics; None unless all of these are tensors or numbers under texts."""
     if not isinstance(values, dict) or not all(type(name) is str and not name.startswith("$") for name in values):
         return None
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -406,7 +445,8 @@ def _is_short(value: Any) -> bool:
 
 
 def _check_statistic(name: str, tensor: torch.Tensor) -> None:
-    is_ordinary = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # else its values are elsewhere
+    # a subclass with a dispatch of its own, such as DTensor, keeps its values elsewhere
+    is_ordinary = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_ordinary or tensor.dtype not in DTYPES_OF_STATES or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ConfigError(
@@ -437,7 +477,7 @@ def _is_owner(text: str, num_parameters: int) -> bool:
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a tensor that each take a few milliseconds to copy, with their places in the target."""
+    """Parts of a tensor that each take a few milliseconds to copy, with the parts of the target for them."""
     if not source.is_contiguous():
         yield source, target
         return
@@ -448,7 +488,7 @@ def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.
 
 
 def _number(value: Any) -> Any:
-    """The value of a tensor, or of a number of NumPy, as for a learning rate; other values unchanged."""
+    """The number in a tensor of one value, or in a scalar of NumPy, as of a learning rate; else the value itself."""
     is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
     return value.item() if is_tensor or is_numpy else value

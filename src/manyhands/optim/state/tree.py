@@ -1,4 +1,4 @@
-"""An optimizer's state as plain values that run no code when they are read, with its tensors beside them.
+"""An optimizer's state as plain values, which run no code when they are read, and its tensors, which are kept apart.
 
 ``{"$tensor": PLACE}`` stands for a tensor, ``{"$tuple": [...]}`` for a tuple, ``{"$items": [[KEY, VALUE], ...]}`` for a
 dict whose keys are not all plain text, ``{"$numpy": [TYPE, VALUE]}`` for a number of NumPy, and ``{"$integer": HEX}``
@@ -17,24 +17,24 @@ from manyhands.base.errors import ConfigError
 from manyhands.optim.serializable import MAX_DEPTH
 
 HELD = "tensors, numbers, text, None, and lists, tuples and dicts of these"
-"""What can be saved in a checkpoint, and sent to a newcomer."""
+"""The values that can be saved in a checkpoint, and sent to a newcomer."""
 _TENSOR, _TUPLE, _ITEMS, _NUMPY, _INTEGER = "$tensor", "$tuple", "$items", "$numpy", "$integer"
 _NUMPY_TYPES = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )
 _INTEGERS = range(-(1 << 63), 1 << 64)
-"""Those that msgpack can hold."""
+"""The integers that msgpack can hold."""
 
 
 def encoded(value: Any, name: str, place_of: Callable[[str, torch.Tensor], Any], *, sorts: bool = False) -> Any:
-    """Plain values for a value of an optimizer's state.
+    """Encode a value of an optimizer's state as plain values.
 
     Args:
         name: of the value, for the names of its tensors and for errors.
-        place_of: is given each tensor with its name, and returns where it is put.
-        sorts: put dicts into the order of their keys, so that equal ones have equal tensors in each place.
+        place_of: is given the name of each tensor and the tensor; returns the place at which the caller keeps it.
+        sorts: put dicts into the order of their keys, so that equal dicts have equal tensors in each place.
     Raises:
-        ConfigError: it holds what is not in ``HELD``; names it.
+        ConfigError: it contains a value of another kind than those in ``HELD``; names it.
     """
 
     def plain(value: Any, name: str, max_depth: int) -> Any:
@@ -58,7 +58,7 @@ def encoded(value: Any, name: str, place_of: Callable[[str, torch.Tensor], Any],
 
 
 def _plain_number(value: Any, name: str) -> Any:
-    """The same for a number, a text or None."""
+    """:func:`encoded` for a number, a text or None."""
     if value is None or isinstance(value, bool):
         return value
     if type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) in _NUMPY_TYPES and value.ndim == 0:
@@ -68,7 +68,7 @@ def _plain_number(value: Any, name: str) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, str):
-        return "".join(value)  # an enumeration's, say
+        return "".join(value)  # plain text, if it is that of an enumeration, say
     raise ConfigError(
         f"{name} in the optimizer's state is a {type(value).__name__}, which can neither be sent to a newcomer nor be "
         f"saved in a checkpoint; an optimizer whose state has only {HELD} is needed"
@@ -81,7 +81,7 @@ def decoded(value: Any, tensor_at: Callable[[Any], torch.Tensor]) -> Any:
     Args:
         tensor_at: returns the tensor at a place; raises ``ValueError`` if there is none.
     Raises:
-        ValueError: it cannot be one.
+        ValueError: ``value`` is not a result of :func:`encoded`.
     """
 
     def restored(value: Any, max_depth: int) -> Any:
@@ -115,13 +115,13 @@ def decoded(value: Any, tensor_at: Callable[[Any], torch.Tensor]) -> Any:
 def _numpy_number(name: str, value: Any) -> Any:
     if name not in _NUMPY_TYPES or not isinstance(value, (bool, int, float)):
         raise ValueError(f"{value!r} is no {name} of NumPy")
-    import numpy  # not with the module: peers may do without it
+    import numpy  # only here, as NumPy need not be installed
 
     return numpy.dtype(name).type(value)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a value."""
+    """All tensors in a value of nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -133,11 +133,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with other tensors, in lists and dicts of their own."""
+    """A copy of a value of nested dicts, lists and tuples, with ``change`` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        changed = copy.copy(value)  # some are no plain dict
+        changed = copy.copy(value)  # keeps the type: it may be a subclass of dict
         changed.update({key: with_tensors(item, change) for key, item in value.items()})
         return changed
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""One step from gradients to parameters."""
+"""One global step: from a peer's gradients to the new parameters."""

@@ -1,33 +1,55 @@
-"""One attempt at a global step: averaging, then the same update on every peer; and what becomes of its samples.
+"""One attempt at a global step: averaging, then the same update on every peer; and what becomes of the peer's samples.
+
+The path of the averaged gradient, from the reducers to the parameters, in one group:
+
+1. ``SpanReducer._average`` (``averaging/allreduce/reducer.py``) computes the mean of its span, chunk by chunk.
+2. ``Butterfly._means`` (``averaging/allreduce/butterfly.py``) sends it to the other members, and
+   ``Butterfly._rooms_for_means`` receives the means of the other spans.
+3. ``Contribution.vote`` (``averaging/round/exchange.py``) keeps the means of all spans.
+4. ``RoundRunner._take_part`` (``averaging/rounds.py``) returns them as a ``CommittedRound`` if the round commits.
+5. ``StepRounds.average`` (``optim/run/step_rounds.py``) makes an ``Averaged`` of it.
+6. ``BlockingRunClient.average``, or ``GlobalStep._average_and_advance`` in the background, stores that as
+   ``GlobalStep.outcome``.
+7. ``GlobalStep.advance`` gives the vector to ``Replica.advance``, which calls ``guarded_step``.
+8. ``guarded_step`` clips the vector, installs it as ``.grad``, and calls ``step()`` of the wrapped optimizer.
+9. ``Replica.copy_to_model`` copies the new parameters to the model, if the optimizer works on copies.
 
 Each sample of this peer counts in one step, waits for the next one, or is dropped with the reason in the log. Tests of
-each row: ``tests/unit/optim/test_samples.py``; of local steps, ``test_local_steps.py``.
+each row: ``tests/unit/optim/test_samples.py``; of local steps, ``test_local_steps.py``. The methods are those of
+:class:`SampleCounter`. ``Optimizer`` calls them: ``_accumulate`` calls ``add``, ``_make_step`` ``freeze``, ``_count``
+``end``, ``_load_state`` and ``_replay`` ``load``, and ``_load_state`` and ``load_state_dict`` ``drop_waiting``.
 
-=====================================================  =============================  ================================
-event                                                  the samples of this peer       method of :class:`SampleCounter`
-=====================================================  =============================  ================================
-a micro-batch is added                                 wait                           ``add``
-its gradients overflow or are not finite               those of the batch: dropped    ``add``
-local steps: also this peer's parameters are not       all that wait: dropped         ``add``
-an attempt begins                                      all that wait are in it        ``freeze``
-local steps: this peer's parameters are not finite     all that wait: dropped         ``freeze``
-it ends before the update, by an error or interrupt    wait for the next attempt      ``end``
-the wrapped optimizer raises in the update             dropped; not in it: wait       ``end``
-the step is made with them                             used                           ``end``
-all peers refuse its update                            dropped; not in it: as below   ``end``
-the group makes it without them, as far too large      dropped                        ``end``
-the group makes it without them for another reason     carried if certain (below)     ``end``
-this peer loads a state, or makes a missed step        carried if certain (below)     ``load``
-it loads one because its parameters drifted            dropped                        ``drop_waiting``
-it loads a checkpoint of another position              dropped                        ``drop_waiting``
-=====================================================  =============================  ================================
+=====================================================  ========================================  ================
+event                                                  the samples of this peer                  method
+=====================================================  ========================================  ================
+a micro-batch is added                                 wait                                      ``add``
+its gradients overflow or are not finite               those of the batch are dropped            ``add``
+the same, and with local steps this peer's parameters  all that wait are dropped                 ``add``
+are not finite either
+an attempt begins                                      all that wait go into the attempt         ``freeze``
+the same, but with local steps this peer's parameters  all that wait are dropped                 ``freeze``
+are not finite
+the attempt ends before the update, by an error or an  wait for the next attempt                 ``end``
+interrupt
+the wrapped optimizer raises in the update             are dropped; if the group left them out,  ``end``
+                                                       they wait
+the step is made with them                             are used                                  ``end``
+all peers refuse the update of the step                are dropped; if the group left them out,  ``end``
+                                                       as in the next two rows
+the group leaves them out as they are far too large    are dropped                               ``end``
+the group leaves them out for another reason           are carried if certain (below)            ``end``
+this peer loads a state, or replays a missed step      are carried if certain (below)            ``load``
+this peer reloads, as its parameters have drifted      are dropped                               ``drop_waiting``
+this peer loads a checkpoint of another position       are dropped                               ``drop_waiting``
+=====================================================  ========================================  ================
 
-*Carried* samples wait for the step after the one that was made without them. They are dropped instead unless it is
-certain that they have not counted, and that they are one step late at most (``_reason_to_drop``):
+*Carried* samples wait for the step after the one that was made without them. They are carried only if it is certain
+that they have not counted, and that they are at most one step late; else they are dropped (``_reason_to_drop``). That
+is certain if all of this holds:
 
-- The new position is one step after the one where they waited.
-- All of them were computed at that position. With ``delay`` some are a step older.
-- Those that were in an attempt are not in the step: it names its contributors, and this peer is none of them.
+- The new position is one step after the position at which they waited.
+- All of them were computed with the parameters of that position. With ``delay`` some are a step older.
+- They were in no attempt, or the step names its contributors, and this peer is not among them.
 """
 
 from __future__ import annotations
@@ -64,15 +86,17 @@ OUTSIZED = (
 class GlobalStep:
     """One attempt at a global step with one contribution.
 
-    The training thread makes the step itself, or leaves it to the network thread and checks :attr:`is_done`.
+    The training thread makes the step itself, or has the network thread make it and checks :attr:`is_done`.
 
     Attributes:
-        outcome: of the averaging; None before it ends.
+        outcome: of the averaging; None before that has ended.
         left_from: the position where the step began.
-        error: why there is no step; None also if this peer has left the run meanwhile.
+        error: why the step was not made, or what failed after its update. None while there is no error, and if this
+            peer has left the run meanwhile.
         refusal: why the step left the parameters unchanged; empty if it changed them.
-        is_spoiled: the update has begun, and the contribution is in it: the others count it, and it may be overwritten.
-        is_announced: the network thread knows that the step was made.
+        is_spoiled: the update has begun with the contribution in it. If the update fails, the contribution cannot
+            count in another step: the others have counted it, and its memory may be overwritten.
+        is_announced: the network thread was told that the step was made.
     """
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
@@ -84,7 +108,7 @@ class GlobalStep:
         self.is_spoiled = self.is_announced = False
         self._replica = replica
         self._sketch = Sketch()
-        self._task: asyncio.Task[None] | None = None  # in the background
+        self._task: asyncio.Task[None] | None = None  # makes the step on the network thread
 
     @property
     def has_moved(self) -> bool:
@@ -98,19 +122,19 @@ class GlobalStep:
 
     @property
     def is_in_background(self) -> bool:
-        """Whether the step was left to the network thread."""
+        """Whether the network thread makes the step."""
         return self._task is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether the network thread, to which it was left, changes nothing here any more."""
+        """Whether the network thread had to make the step, and has finished with it, successfully or not."""
         return self._task is not None and self._task.done()
 
     def use_own_gradient(self, own_id: PeerId, *, can_lead: bool) -> None:
-        """Use this peer's own gradient as the average: no other peer is there.
+        """Use this peer's own gradient as the average, for a step alone.
 
         Args:
-            can_lead: it can be dialled.
+            can_lead: whether this peer accepts connections.
         """
         seal = alone_seal(self.left_from.lineage, own_id)
         roster = self._replica.roster.after(Attendance.alone(own_id, can_lead=can_lead))
@@ -121,7 +145,7 @@ class GlobalStep:
         )
 
     def advance(self) -> None:
-        """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
+        """Make the update, on the calling thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
         assert outcome is not None
         mean_N, outcome.mean_N = outcome.mean_N, None
@@ -134,13 +158,13 @@ class GlobalStep:
             self._sketch = self._replica.sketch()
 
     def announce(self, collaboration: Collaboration) -> None:
-        """Record on the network thread where this peer and the others of its round are now."""
+        """Tell the collaboration, on the network thread, the position of this peer and the members of its round."""
         assert self.outcome is not None
         collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
         self.is_announced = True
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step; raises ``ConfigError`` if this peer has left the run."""
+        """Begin to make the step on the network thread; raises ``ConfigError`` if this peer has left the run."""
         if collaboration.tasks.is_closed:
             raise ConfigError(LEFT)
         self._task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
@@ -151,7 +175,7 @@ class GlobalStep:
                 self.outcome = await collaboration.step_rounds.average(self.contribution)
             await run_to_end(self.advance)
             self.announce(collaboration)
-        except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
+        except Exception as error:  # noqa: BLE001 (the training thread raises it)
             self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
 
 
@@ -160,17 +184,21 @@ class Statistics:
     """Counts since an optimizer was made.
 
     Attributes:
-        samples_computed: passed to ``step`` on this peer.
-        samples_used: of these, in committed global steps.
-        samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
-        samples_dropped: after an overflow, a refused update, or a load of another branch's state.
-        samples_carried: left out of a step that the others made, and moved to the next one.
-        steps_alone: global steps made while no other peer was there.
-        updates_refused: global steps that left the parameters unchanged, since the update was not finite.
-        states_loaded: how often the state was downloaded.
-        parameters_reloaded: of these, because the majority held other parameters at the same position.
-        disagreement: distance between the parameters of this peer and the majority (in a grid, or without one, of all
-            peers) before the last step, as a fraction of their size, by what they published; None if unknown.
+        samples_computed: samples passed to ``step`` on this peer.
+        samples_used: those of them that are in a committed global step.
+        samples_of_all: samples of all peers in the steps that this peer made; the sum of the weights if weights are not
+            numbers of samples.
+        samples_dropped: samples that can count in no step; each time the log says why.
+        samples_carried: samples that the others made a step without, and that were moved to the next one.
+        rounds_committed: global steps that this peer made with others.
+        rounds_aborted: attempts at a global step that failed.
+        steps_alone: global steps that this peer made alone.
+        updates_refused: global steps that left the parameters unchanged, as the update was not finite.
+        states_loaded: number of downloads of the state.
+        parameters_reloaded: those of them because the majority had other parameters at the same position.
+        disagreement: how far apart the parameters of this peer and the majority (in a grid, or without a majority, of
+            all peers) were before the last step, by their published sketches. It is the root mean square of their
+            distances from their mean, as a fraction of the norm of that. None if unknown.
     """
 
     samples_computed: int = 0
@@ -187,7 +215,7 @@ class Statistics:
     disagreement: float | None = None
 
     def summary(self) -> str:
-        """For a log line."""
+        """The counts of samples, for a log line."""
         counts = [f"{counted(self.samples_computed, 'sample')} computed here so far"]
         if self.samples_computed:
             counts.append(f"{self.samples_used} of them used ({self.samples_used / self.samples_computed:.1%})")
@@ -199,7 +227,7 @@ class Statistics:
 class SampleCounter:
     """Decides what becomes of the samples of one peer, and counts them; the table above has all cases.
 
-    The accumulator holds what they have led to, such as gradients.
+    The accumulator has the gradients, or what else the samples have led to.
     """
 
     def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator) -> None:
@@ -207,15 +235,20 @@ class SampleCounter:
         self._replica = replica
         self._accumulator = accumulator
         self.statistics = Statistics()
-        self._num_not_finite = 0  # batches
+        self._num_not_finite = 0  # batches dropped because a gradient was not finite
 
     @property
     def waiting(self) -> int:
-        """Samples that count in the next step."""
+        """Number of samples that count in the next step."""
         return self._accumulator.samples
 
     def add(self, samples: int, weight: float | None, scale: float, at_step: int, *, is_overflow: bool) -> None:
-        """Add the gradients of a micro-batch; see :meth:`manyhands.optim.accumulator.Accumulator.add`."""
+        """Add the gradients of a micro-batch.
+
+        Args:
+            is_overflow: a gradient scaler has found gradients that overflowed, so the batch is dropped.
+            samples, weight, scale, at_step: see :meth:`manyhands.optim.accumulator.Accumulator.add`.
+        """
         is_added = not is_overflow and self._accumulator.add(samples, weight, scale, at_step)  # may raise
         self.statistics.samples_computed += samples
         if not is_added:
@@ -224,12 +257,12 @@ class SampleCounter:
             self._drop_faulty()
 
     def freeze(self) -> Contribution:
-        """Return what is waiting as the contribution to a step."""
+        """Return the contribution of all waiting samples to a step; none are waiting then."""
         self._drop_faulty()
         return self._accumulator.freeze()
 
     def end(self, step: GlobalStep) -> None:
-        """Count the samples of an attempt that has ended, have them wait, or drop them."""
+        """Decide what becomes of the samples of an attempt that has ended: they are used, wait, or are dropped."""
         contribution = step.contribution
         if reason := self._reason_to_drop_from(step):
             self._count_dropped(contribution.samples, reason)
@@ -244,7 +277,11 @@ class SampleCounter:
             self._forget(step)
 
     def load(self, before: Position) -> None:
-        """Carry or drop the waiting samples after a loaded state or a missed step replaced the position ``before``."""
+        """Carry or drop the waiting samples, after a loaded state or a missed step.
+
+        Args:
+            before: the position of this peer until then.
+        """
         waiting = self._accumulator
         since_step = waiting.since_step if waiting.samples else before.step
         if reason := self._reason_to_drop(before, since_step, was_out=waiting.was_out):
@@ -253,7 +290,7 @@ class SampleCounter:
             self._count_carried(waiting.samples)
 
     def drop_waiting(self, reason: str) -> None:
-        """Drop all waiting samples: their parameters have changed."""
+        """Drop all waiting samples; the reason goes to the log."""
         if self.waiting:
             self._count_dropped(self.waiting, reason)
         self._accumulator.drop()
@@ -265,7 +302,7 @@ class SampleCounter:
             self.drop_waiting(fault)
 
     def _reason_to_drop_from(self, step: GlobalStep) -> str:
-        """Why the samples of an attempt that has ended neither count nor wait; empty if they do."""
+        """Why the samples of an attempt that has ended are dropped; empty if they are not."""
         outcome, number = step.outcome, step.left_from.step + 1
         if outcome is None or not step.has_moved:
             return f"the update of global step {number} broke off" if step.is_spoiled else ""
@@ -281,8 +318,9 @@ class SampleCounter:
         """Why samples that waited at a position cannot count at this peer's new one; empty if they can.
 
         Args:
-            since_step: of the parameters that the oldest of them was computed on.
-            was_out: some were in an attempt at the step, which may have committed.
+            before: the position at which they waited.
+            since_step: the global step of the parameters that the oldest of them were computed with.
+            was_out: some of them were in an attempt at the step that led from there.
         """
         origin = self._replica.origin
         if origin is None or origin.parent != before:
@@ -305,7 +343,7 @@ class SampleCounter:
         logger.warning("Dropped %s: %s", counted(samples, "sample"), reason)
 
     def _forget(self, step: GlobalStep) -> None:
-        """Forget a contribution, whose memory the wrapped optimizer may still hold after a step alone."""
+        """Forget a contribution. After a step alone its memory is not used again: the optimizer may still hold it."""
         is_free = step.outcome is not None and step.outcome.manifest is not None
         self._accumulator.release(step.contribution, is_free=is_free)
 

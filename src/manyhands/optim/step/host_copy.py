@@ -1,4 +1,7 @@
-"""Copies of an optimizer's parameters: those on the host that it steps with, and those that it has in train mode."""
+"""Copies of an optimizer's parameters: copies on the host on which it steps, and a copy of those of train mode.
+
+Also detects that something else has written to parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ class HostCopy:
     The model's own parameters may have less precision and be on any device; :meth:`copy_to_model` updates them.
 
     Attributes:
-        shown_groups: the parameter groups, with the model's parameters instead of the copies.
-        shown_options: the options in these.
+        shown_groups: the optimizer's parameter groups as users see them: with the model's parameters instead of the
+            copies.
+        shown_options: the options in ``shown_groups``, as last copied from the optimizer.
     Raises:
-        ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
+        ConfigError: two parameters share memory, so :meth:`copy_to_model` would overwrite one with the other.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,13 +62,18 @@ class HostCopy:
         self.show_options()
 
     def finer(self) -> dict[str, torch.Tensor]:
-        """The optimizer's parameters that have more precision than those of the model, by position."""
+        """The copies of another dtype than the model's parameter, and so more precise; by index, as decimal text."""
         pairs = zip(self._model_parameters, self._copies, strict=True)
         return {f"{index}": copy for index, (parameter, copy) in enumerate(pairs) if copy.dtype != parameter.dtype}
 
     @torch.no_grad()
     def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Copy the model's parameters to the optimizer, after a checkpoint was loaded, and those of :meth:`finer`."""
+        """Copy the model's parameters to the optimizer's copies, after something has written to them.
+
+        Args:
+            finer: the copies that :meth:`finer` returned when a checkpoint was taken. Each is used where the model's
+                parameter is its rounded value.
+        """
         for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
             if finer is not None and f"{index}" in finer:
                 copy.copy_(finer[f"{index}"])
@@ -73,7 +82,9 @@ class HostCopy:
     def remove(self) -> None:
         """Have the optimizer work on the model's parameters again, with its statistics beside them."""
         originals = dict(zip(self._copies, self._model_parameters, strict=True))
-        state, device, on_device = self._optimizer.state, self._model_parameters[0].device, set[torch.Tensor]()
+        state = self._optimizer.state
+        device = self._model_parameters[0].device
+        on_device = set[torch.Tensor]()  # copies whose number of steps must be on the device
         for group in self._optimizer.param_groups:
             if group.get("capturable") or group.get("fused"):
                 on_device.update(group["params"])
@@ -83,14 +94,14 @@ class HostCopy:
             if owner in originals:
                 moved = _beside(originals[owner], owner, statistics, has_steps_there=owner in on_device)
                 state[originals[owner]] = moved
-            else:  # of all parameters, under a text
+            else:  # statistics of all parameters together, under a text as key
                 state[owner] = with_tensors(statistics, lambda value: value.to(device) if value.dim() else value)
 
     def show_options(self) -> None:
         """Copy the optimizer's options to the shown groups."""
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
             options = {name: value for name, value in group.items() if name != "params"}
-            shown.update(  # a rate may be a tensor that a background update writes
+            shown.update(  # cloned, as a learning rate may be a tensor to which a background update writes
                 {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
             )
         self.shown_options = options_of(self.shown_groups)
@@ -98,7 +109,7 @@ class HostCopy:
 
 @torch.no_grad()
 def take_over(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy the values of a parameter that a copy does not have already, with more precision perhaps."""
+    """Copy the values of a parameter to its copy, except those that the copy has already, perhaps more precisely."""
     has_them = copy.to(parameter) == parameter
     if not bool(has_them.all()):
         copy.copy_(torch.where(has_them.to(copy.device), copy, parameter.to(copy)))
@@ -110,16 +121,16 @@ def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
-    """A statistic on the host; as precise as the copy of its parameter, if it was as precise as the parameter."""
+    """A statistic on the host. If it has the dtype of its parameter, it gets that of the copy of the parameter."""
     is_alike = isinstance(owner, torch.Tensor) and value.dtype == owner.dtype
     return _on_host(value) if is_alike else value.to(HOST)
 
 
 def _beside(parameter: torch.Tensor, copy: torch.Tensor, statistics: Any, *, has_steps_there: bool) -> Any:
-    """The statistics of a copy, on the device of its parameter; as precise as that, if they were as the copy.
+    """The statistics of a copy, on the device of its parameter; those with the dtype of the copy get the parameter's.
 
     Args:
-        has_steps_there: also the number of steps, which is as precise as it was.
+        has_steps_there: whether the optimizer needs the number of steps on that device, too. It keeps its dtype.
     """
 
     def moved(value: torch.Tensor) -> torch.Tensor:
@@ -137,24 +148,27 @@ def _on_host(value: torch.Tensor) -> torch.Tensor:
 
 
 class Writes:
-    """Tells whether something has written to parameters since :meth:`note`, except through ``.data``."""
+    """Detects writes to parameters since the last :meth:`note`, except those through ``.data``."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self.note()
 
     def note(self) -> None:
-        """All writes so far are known."""
+        """Accept all writes so far: only later ones are foreign."""
         self._counts = [num_writes(parameter) for parameter in self._parameters]
 
     @property
     def are_foreign(self) -> bool:
-        """Whether there were others."""
+        """Whether something has written to a parameter since the last :meth:`note`."""
         return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
 
 
 class InTrainMode:
-    """Parameters and options of an optimizer in train mode, which stand for it in a state while it is in eval mode."""
+    """A copy of an optimizer's parameters and options in train mode.
+
+    While the optimizer is in eval mode, it takes the place of the optimizer where a state is captured.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -165,22 +179,22 @@ class InTrainMode:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """That of the optimizer: its statistics are the same in both modes."""
+        """The optimizer's statistics, which are the same in both modes."""
         return self._optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
-        """Likewise."""
+        """The optimizer's state."""
         return self._optimizer.state_dict()
 
     def differs(self) -> bool:
-        """Whether the optimizer has others now."""
+        """Whether the optimizer's parameters or options are other ones now."""
         pairs = zip(self._kept(), parameters_of(self._optimizer), strict=True)
         is_same = all(torch.equal(kept, now.detach().to(HOST)) for kept, now in pairs)
         return not is_same or options_of(self.param_groups) != options_of(self._optimizer.param_groups)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the parameters to the optimizer's."""
+        """Write the copied parameters back to the optimizer's."""
         for kept, parameter in zip(self._kept(), parameters_of(self._optimizer), strict=True):
             parameter.copy_(kept)
 

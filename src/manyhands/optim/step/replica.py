@@ -1,4 +1,4 @@
-"""One peer's trained state: parameters, optimizer, schedule and position in the run; and how a step changes it."""
+"""One peer's trained state, and how steps change it: parameters, optimizer, schedule, and position in the run."""
 
 from __future__ import annotations
 
@@ -50,15 +50,17 @@ from manyhands.optim.step.host_copy import HostCopy, InTrainMode, Writes
 logger = logging.getLogger(__name__)
 
 MAX_COPIES = 3
+"""The largest number of attempts to copy the state; only the last one holds up a step that wants to begin."""
 MODES = ("train", "eval")
-"""Methods that exchange the parameters in the model, as those of schedule-free optimizers do."""
+"""Methods of schedule-free optimizers, which exchange the parameters in the model for those to train on or to evaluate.
+"""
 DTYPES = "dtypes"
 """Key of the dtypes of the optimizer's parameters in a checkpoint."""
 LARGE = 1e7
 """Known optimizers multiply at most five numbers: SGD the learning rate, momentum, dampening, weight decay and a value.
-If each is below this, the product is finite in float32."""
+If each of them is below ``LARGE``, the product is finite in float32."""
 SMALLEST_EPS = 1e-20
-"""A value below ``LARGE``, divided by this and multiplied by such a learning rate, is finite, too."""
+"""A value below ``LARGE``, divided by this number and multiplied by a learning rate below ``LARGE``, is also finite."""
 
 
 class Replica:
@@ -68,17 +70,20 @@ class Replica:
 
     Attributes:
         wrapped: the optimizer that the user gave.
+        optimizer: the optimizer that makes the global steps: the same one, or with local steps the outer one.
         position: of the optimizer's parameters; the model's may be a step behind.
-        lineage_samples: samples in all steps that led there.
-        origin: the last of these steps; None at the beginning, or if unknown.
-        ancestry: these steps, by which branches of one run are told apart; see
+        lineage_samples: number of samples in all steps that led to the position.
+        origin: the last step that led there; None at the beginning, or if it is unknown.
+        ancestry: beginnings of the lineages on the way there, by which branches of one run are told apart; see
             :mod:`manyhands.averaging.state.ancestry`.
         roster: of the run at the position; empty before the first step.
-        seal: the lineage follows from it and the roster; see :mod:`manyhands.averaging.roster`.
-        options: of the parameter groups, as left by the last step, its schedule or a loaded state.
-        mode: which of ``MODES`` was called last; empty if none was since a checkpoint changed the options.
-        can_replay: whether a newcomer can make past steps from their averaged vectors alone.
-        norm_grows: whether the values of a contribution are larger the more samples are behind it.
+        seal: digest of what the last step committed. The lineage follows from the seal and the roster; see
+            :mod:`manyhands.averaging.roster`.
+        options: of the parameter groups, as the last step, its schedule or a loaded state has left them.
+        mode: the name in ``MODES`` that was called last; empty if none was, or if a checkpoint has changed the options
+            since.
+        can_replay: whether a newcomer can make past steps of the run from their averaged vectors alone.
+        norm_grows: whether the values of a contribution are larger the more samples it has.
     """
 
     can_replay = True
@@ -100,12 +105,12 @@ class Replica:
         self.writes = Writes(parameters_of(optimizer))
         self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
-        self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
+        self.host_copy = HostCopy(optimizer) if offload else None  # made after the schedule, which sets options
         self._max_grad_norm = max_grad_norm
         self._parameters = trained_of(optimizer)
         self._layout = GradientLayout(self._parameters, self.extra.shapes)
         self._lock = threading.Lock()
-        self._num_changes = 0  # of the state
+        self._num_changes = 0  # of the state; :meth:`capture` begins anew if it has risen
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
@@ -116,11 +121,11 @@ class Replica:
         self.options = options_of(self.wrapped.param_groups)
         self.mode = ""
         self._in_train_mode: InTrainMode | None = None
-        self._finer: dict[str, torch.Tensor] = {}  # of the copies that there were
+        self._finer: dict[str, torch.Tensor] = {}  # the last ``finer()`` of a host copy that was removed
 
     @property
     def part(self) -> int:
-        """Which part of the parameters the next step changes, if they take turns."""
+        """Number of the part of the parameters that the next step changes; always 0 unless there are fragments."""
         return 0
 
     @property
@@ -130,21 +135,23 @@ class Replica:
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
-        """Of the tensors in the vector of the next step, in order."""
+        """The shapes of the tensors in the vector of the next step, in order."""
         return self.step_parameters[1].shapes
 
     def advance(self, averaged_N: torch.Tensor, outcome: Averaged) -> str:
-        """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
+        """Make the next global step with an averaged gradient.
 
-        The averaged gradient is changed, and averaged parameters to start from are taken out of the outcome. If the
-        wrapped optimizer raises, the position stays. If the schedule raises, the step is already made.
+        Returns why the update was refused, which leaves the parameters as they were; empty if it was made. The vector
+        is changed, and averaged parameters to start from are taken out of the outcome. If the wrapped optimizer raises,
+        the position stays. If the schedule raises, the step is already made.
 
         Raises:
-            ConfigError: an option of the groups was changed; nothing has moved.
+            ConfigError: something has changed an option of the groups; no step was made.
         """
         with self._lock:
             self._num_changes += 1
-            check_unchanged(self.options, self.wrapped.param_groups)  # since :meth:`check_options` has, in background
+            # again, as :meth:`check_options` was called before a step in the background began
+            check_unchanged(self.options, self.wrapped.param_groups)
             if outcome.parameters_N is not None:
                 assign_flat(self._parameters, outcome.parameters_N)
                 outcome.parameters_N = None  # the update needs memory
@@ -156,7 +163,7 @@ class Replica:
                 self.extra.agree(extra_N)
             try:
                 self._advance_schedule(has_stepped=not reason)
-            finally:  # the parameters have moved, also if it raises
+            finally:  # the parameters have moved, also if the schedule raises
                 self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
                 shares = None if outcome.is_in_grid else list(outcome.shares)  # no peer there knows all contributors
                 self.origin = Origin(self.position, shares)
@@ -167,7 +174,7 @@ class Replica:
         return reason
 
     def replay(self, step: MissedStep) -> None:
-        """Make a step of the others as they have made it."""
+        """Make a committed step that this peer missed, with the same vector as its group."""
         manifest = step.manifest
         position, roster, seal = next_place(self.position, self.roster, manifest)
         samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
@@ -180,7 +187,7 @@ class Replica:
         if has_stepped:
             self.scheduler.step()
             return
-        with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
+        with warnings.catch_warnings():  # torch warns if a schedule moves before the optimizer has made a step
             warnings.simplefilter("ignore", UserWarning)
             self.scheduler.step()
 
@@ -190,7 +197,7 @@ class Replica:
             return flattened(self._parameters)
 
     def sketch(self) -> Sketch:
-        """The sums by which peers compare their parameters at this step."""
+        """The sketch by which peers compare their parameters after this step; see :mod:`manyhands.optim.run.drift`."""
         with self._lock:
             return sketch_of([*self._parameters, *self.extra.agreed_floats], self.position.step)
 
@@ -205,21 +212,21 @@ class Replica:
         self.extra.copy_to_model()
 
     def _show(self) -> None:
-        """Copy the parameters of the wrapped optimizer to the model, if it has its own."""
+        """Copy the parameters of the wrapped optimizer to the model, if the optimizer works on copies."""
         if self.host_copy is not None:
             self.host_copy.copy_to_model()
         self.writes.note()
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether something else has written to the model's parameters, and the optimizer has copies of them."""
+        """Whether something else has written to the model's parameters, so that the optimizer's copies differ."""
         return self.host_copy is not None and self.writes.are_foreign
 
     def take_over(self, *, is_ahead: bool = False) -> None:
-        """Have the optimizer step from what something else has written to the model, a checkpoint perhaps.
+        """Copy what something else, such as a loaded checkpoint, has written to the model to the optimizer's copies.
 
         Args:
-            is_ahead: there are steps of this peer alone that no average has yet.
+            is_ahead: with local steps, whether this peer has made inner steps that are in no average yet.
         """
         if self._in_train_mode is not None and self.writes.are_foreign:
             self._in_train_mode = None
@@ -230,10 +237,10 @@ class Replica:
             self.writes.note()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the wrapped optimizer, and have the model follow what it does to parameters and options.
+        """Call a method of the wrapped optimizer, and copy its parameters to the model.
 
-        While an optimizer is in eval mode, the state of the run is still that in train mode, which ``train()`` puts
-        back to the last bit.
+        While an optimizer is in eval mode, newcomers still get the parameters of train mode, and ``train()`` puts them
+        back bit by bit.
         """
         self.check_options(is_stepping=False)
         self.take_over(is_ahead=True)
@@ -260,11 +267,15 @@ class Replica:
             return
         if name == "train":
             before.put_back()
-        if name == "train" or not before.differs():  # else it was in eval mode before, as a checkpoint may be
+        # if eval() has changed nothing, the optimizer was in eval mode before, say by a checkpoint: nothing to put back
+        if name == "train" or not before.differs():
             self._in_train_mode = None
 
     def release(self) -> None:
-        """Have the wrapped optimizer work on the model's parameters again, as they are in the model or newer."""
+        """Have the wrapped optimizer work on the model's parameters again.
+
+        The optimizer's copies are copied to the model first, unless something else has written to that.
+        """
         if self.host_copy is None:
             return
         with self._lock:
@@ -275,45 +286,55 @@ class Replica:
             self.host_copy = None
 
     def check_options(self, *, is_stepping: bool) -> None:
-        """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
+        """Raise ``ConfigError`` if something other than the schedule has changed an option of the groups.
+
+        Args:
+            is_stepping: a step is made in the background, which may change the optimizer's options at this moment.
+        """
         if self.host_copy is not None:
             check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
-        if not is_stepping:  # else an update in the background may change them
+        if not is_stepping:
             check_unchanged(self.options, self.wrapped.param_groups)
 
     @property
     def shown_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with the model's own parameters."""
+        """The parameter groups as users see them, with the model's own parameters."""
         return self.wrapped.param_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
-        """Copy the state for a newcomer, without its digests; safe to call from any thread."""
+        """Copy the state for a newcomer, without the digests of its tensors; safe to call from any thread."""
         return self.capture_agreed()
 
     def capture_agreed(self) -> State:
-        """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
+        """Copy the part of the state that is equal on all peers, like :meth:`capture`."""
         return self._capture()
 
     def _capture(self, inner: torch.optim.Optimizer | None = None) -> State:
-        """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
+        """Copy the state, with that of the inner optimizer if there is one.
 
-        The last of ``MAX_COPIES`` attempts holds such a step up.
+        A step that begins meanwhile waits for a few milliseconds at most; then the copy begins anew. The last of
+        ``MAX_COPIES`` attempts has steps wait until it has ended.
         """
         for _ in range(MAX_COPIES - 1):
             with self._lock:
-                capture, num_changes = self._begin_capture(inner), self._num_changes
-            if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
+                capture = self._begin_capture(inner)
+                num_changes = self._num_changes
+            state = capture.copy(self._between_steps, functools.partial(self._has_changed_since, num_changes))
+            if state is not None:
                 return state
         with self._lock:
             state = self._begin_capture(inner).copy()
         assert state is not None
         return state
 
+    def _has_changed_since(self, num_changes: int) -> bool:
+        return self._num_changes != num_changes
+
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         with self._lock:
             yield
-        time.sleep(YIELD_S)  # a step that waits takes the lock now
+        time.sleep(YIELD_S)  # time for a waiting step to take the lock
 
     def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
@@ -323,17 +344,21 @@ class Replica:
         return Capture(optimizer, schedule, *place, extra, inner, self.ancestry, self.roster, self.seal)
 
     def _as_trained(self, optimizer: Any) -> Any:
-        """An optimizer as it is in train mode."""
+        """What is captured as this optimizer: itself, or its copy of train mode while it is in eval mode."""
         is_evaluated = self._in_train_mode is not None and optimizer is self.wrapped
         return self._in_train_mode if is_evaluated else optimizer
 
     def check_state(self) -> None:
-        """Raises ``ConfigError`` if newcomers could not load the state; names the value."""
+        """Raise ``ConfigError`` if newcomers could not load the state; the error names the value."""
         with self._lock:
             self._begin_capture(None)
 
     def restore(self, state: State) -> None:
-        """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
+        """Load another peer's state.
+
+        Raises:
+            ValueError: it does not fit, or cannot be trained on; nothing has changed.
+        """
         with self._lock:
             self._restore(state)
             if self.mode == "train":  # the donor may have loaded a checkpoint that was saved in eval mode
@@ -356,12 +381,16 @@ class Replica:
         self.roster, self.seal = state.header.roster, state.header.seal
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
-        """The options of the parameter groups that a state must have; raises ``ValueError`` if its schedule is bad."""
+        """The options that a state's parameter groups must have.
+
+        Raises:
+            ValueError: the state's schedule is not that of the run.
+        """
         return self._agreed_options if self._schedule is None else self._schedule.options_in(state)
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
-        """Within the block, the model has the parameters that all peers agree on, as it has anyway."""
+        """Within the block, the model has the parameters that all peers agree on; without local steps always so."""
         yield
 
     def manifest(
@@ -391,7 +420,11 @@ class Replica:
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
+        """The part of a checkpoint that says where this peer is in the run.
+
+        It has the position, the schedule, and, where the optimizer works on copies, those that are more precise than
+        the model's parameters.
+        """
         finer = self.host_copy.finer() if self.host_copy is not None else self._finer
         return ({"parameters": finer} if finer else {}) | {
             "step": self.position.step,
@@ -405,26 +438,32 @@ class Replica:
         }
 
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
-        """Load a checkpoint of the optimizer, and move to the position where it was taken."""
+        """Load a checkpoint, and move to the position where it was taken.
+
+        Args:
+            state_dict: of the wrapped optimizer.
+            place: what :meth:`place` has returned; None if the checkpoint is one of plain torch.
+        """
         with self._lock:
             self._num_changes += 1
             is_here, options = self.is_at(place), self.options
             if not is_here:
-                self.extra.load(self.extra.own)  # the user has loaded them with the model
+                self.extra.load(self.extra.own)  # the user has loaded these tensors with the model
             if self.host_copy is not None:
                 self.host_copy.take_over(place.get("parameters") if place is not None else None)
             self._load(state_dict, place)
             if self.host_copy is not None:
                 self.host_copy.show_options()
-            if self.options != options:  # it may be in another mode
+            if self.options != options:  # the checkpoint may be of another mode
                 self.mode = ""
             if not is_here or self.options != options:
                 self._in_train_mode = None
 
     def is_at(self, place: dict[str, Any] | None) -> bool:
-        """Whether a checkpoint is of the position where this peer is: what all peers agree on is there already.
+        """Whether a checkpoint was taken at this peer's present position.
 
-        ``accelerate.prepare`` loads what :meth:`place` has just returned.
+        Then what all peers agree on is the same already. ``accelerate.prepare`` loads such a checkpoint, with what
+        :meth:`place` has just returned.
         """
         here = self.position.step, self.position.lineage.hex()
         return place is not None and (place.get("step"), place.get("lineage")) == here
@@ -444,12 +483,16 @@ class Replica:
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], place: dict[str, Any] | None
     ) -> None:
-        """Load a checkpoint into the wrapped optimizer or another one.
+        """Load a checkpoint into an optimizer.
 
-        Statistics have the dtypes that they had, unless the model had other ones.
+        If the parameters have the dtypes that they had in the checkpoint, the statistics keep theirs, too; else torch
+        converts them.
         """
         is_alike = place is not None and place.get(DTYPES) == self._dtypes()
-        load_packed(optimizer, state_dict) if is_alike else optimizer.load_state_dict(state_dict)
+        if is_alike:
+            load_packed(optimizer, state_dict)
+        else:
+            optimizer.load_state_dict(state_dict)
 
     def _dtypes(self) -> list[str]:
         return [spec.dtype for spec in specs_of(self.wrapped)]
@@ -471,13 +514,17 @@ def guarded_step(
     averaged_N: torch.Tensor,
     max_grad_norm: float | None = None,
 ) -> str:
-    """Clip the averaged gradient and make a step with it; if the result is not finite, undo it and return the reason.
+    """Clip the averaged gradient, and make a step with it. If the result is not finite, undo the step.
 
-    All peers have the same vector, parameters and statistics, so all refuse the same steps. The norm that is bounded is
-    that of all gradients together.
+    Returns why the step was undone or not made; empty if it was made. All peers have the same vector, parameters and
+    statistics, so all refuse the same steps.
+
+    Args:
+        averaged_N: in the given layout; it is changed.
+        max_grad_norm: bound of the norm of all gradients together; None for no bound.
     """
     values_N = averaged_N[: layout.num_values]
-    norm = global_norm([values_N])  # finite only if all of them are
+    norm = global_norm([values_N])  # finite only if all values are
     if not math.isfinite(norm) or not are_finite([averaged_N[layout.num_values :]]):
         return "the averaged gradient is not finite, or its square is not"
     if max_grad_norm is not None and norm > max_grad_norm:
@@ -488,7 +535,7 @@ def guarded_step(
     is_finite = _is_surely_finite(optimizer, parameters, norm)
     values = [] if is_finite else [parameter.detach().clone() for parameter in parameters]
     memo: dict[int, Any] = {}  # one tensor may be a statistic of several parameters
-    statistics = {} if is_finite else {of: copy.deepcopy(those, memo) for of, those in optimizer.state.items()}
+    statistics = {} if is_finite else {owner: copy.deepcopy(old, memo) for owner, old in optimizer.state.items()}
     try:
         with layout.installed(parameters, averaged_N, frozen):
             optimizer.step()
@@ -504,7 +551,7 @@ def guarded_step(
 
 
 def move_statistics(optimizer: torch.optim.Optimizer) -> None:
-    """Move each parameter's statistics to its device: the model may move to a GPU after they were created."""
+    """Move each parameter's statistics to its device: the user may have moved the model after the last step."""
 
     def beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.to(parameter.device) if value.dim() > 0 and value.shape == parameter.shape else value
@@ -523,7 +570,7 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
 def _is_surely_finite(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient_norm: float
 ) -> bool:
-    """Whether the optimizer's formula guarantees a finite update, as all its inputs are moderate."""
+    """Whether the optimizer's formula guarantees a finite update: it is a known one, with moderate inputs only."""
     groups = optimizer.param_groups
     options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
     if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
@@ -532,7 +579,7 @@ def _is_surely_finite(
     for tensor in (*parameters, *_statistics_of(optimizer)):
         if tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    # a kernel for a kind, and one wait; NaN if there is one
+    # one kernel and one synchronization for each kind; the maximum is NaN if one of the norms is
     norms = [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
     sizes = (gradient_norm, *map(float, options), *norms)
     return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
