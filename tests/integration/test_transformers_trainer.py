@@ -162,7 +162,7 @@ def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_pat
     for value, right in zip(trainers[0].model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(value, right, atol=1e-5, rtol=0)
     rates = [entry["learning_rate"] for entry in trainers[1].state.log_history if "loss" in entry]
-    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.25]), "by global step, as the Trainer reckons for one process"
+    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.25]), "by global step, as the Trainer computes for one process"
     assert [entry["num_peers"] for entry in trainers[1].state.log_history if "loss" in entry] == [2] * 4
     assert {record.step for record in metrics.values()} == {4}, "for the monitors of the run"
     assert {one.peer_id, other.peer_id} == set(metrics)

@@ -1,4 +1,4 @@
-"""What one member counts for at most, and whose values are too large; the same for all who reckon."""
+"""What one member counts for at most, and whose values are too large; all members compute the same."""
 
 from __future__ import annotations
 
