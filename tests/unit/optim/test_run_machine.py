@@ -54,7 +54,7 @@ class Others(View):
         self._busy_s = busy_s
         self._arrives_s = arrives_s
 
-    def busy_until(self, instant: float) -> float:
+    def busy_until(self, instant: float, members: Collection[PeerId] = ()) -> float:
         return instant + self._busy_s
 
     def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:

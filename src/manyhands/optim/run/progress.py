@@ -265,9 +265,17 @@ class View:
                 return ahead_s
         return math.inf
 
-    def busy_until(self, instant: float) -> float:
-        """When the batches that the awaited peers compute at an instant will all have ended, by prediction."""
-        busy = [busy_s(seen.record, instant - seen.since) for seen in self.awaited.values()]
+    def busy_until(self, instant: float, members: Collection[PeerId] = ()) -> float:
+        """When the batches that the awaited peers compute at an instant will all have ended, by prediction.
+
+        Args:
+            members: of the roster. If there are any, only their batches count: a guest may lie about its own.
+        """
+        busy = [
+            busy_s(seen.record, instant - seen.since)
+            for peer_id, seen in self.awaited.items()
+            if not members or peer_id in members
+        ]
         return instant + max(busy, default=0.0)
 
 

@@ -127,7 +127,8 @@ class Situation:
         others: the other peers at this position.
         missing_samples: how many samples the others must have for the target to be reached: the target minus the
             samples of this peer.
-        members: the members of the roster at this position. If there are any, only their batches are predicted.
+        members: the members of the roster at this position. If there are any, only their batches are predicted, and
+            waited for.
         is_worth_a_look: the target is not reached by the published samples, but should be: another peer calls, or the
             predicted samples reach it and no leader calls this peer in a crowd. The last read is at least
             ``min_refresh_s`` ago.
@@ -361,7 +362,8 @@ class RunMachine:
     def _has_time(self, now: float, run: Situation) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round."""
         batch_s = self._batch.batch_s
-        until = min(run.others.busy_until(self._due_since), self._due_since + self._config.matchmaking_time_s / 2)
+        others_until = run.others.busy_until(self._due_since, run.members)
+        until = min(others_until, self._due_since + self._config.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _waits_for_newcomers(self, now: float, run: Situation, *, is_alone: bool) -> bool:
