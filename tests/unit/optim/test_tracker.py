@@ -305,6 +305,16 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
+async def test_no_step_waits_for_a_late_newcomer_that_was_at_fault() -> None:
+    async with run_of_one(target_batch_size=16) as run:
+        standings = {BOB: Standing(faults=1), CAROL: Standing()}
+        run.tracker.roster = lambda: Roster(standings)
+        late = run.tracker.situation(
+            differs=False, newcomers=(), late_newcomers=(BOB, CAROL, PeerId("new")), knew_others=False, allow_solo=False
+        ).late_newcomers
+        assert set(late) == {CAROL, "new"}
+
+
 async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some() -> None:
     async with run_of_one(target_batch_size=16) as run:
         here, me = run.tracker.own.position, run.endpoint.peer_id

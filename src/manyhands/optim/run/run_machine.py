@@ -147,7 +147,8 @@ class Situation:
             and the only trainer there. A peer in client mode is alone only if no other peer of the run trains, or if
             ``allow_solo`` is set and no peer of the run accepts connections.
         newcomers: all newcomers of this peer.
-        late_newcomers: the newcomers whose last download took longer than a step of the run.
+        late_newcomers: the newcomers whose last download took longer than a step of the run, but those with faults in
+            the roster: they come back, and would hold up a step each time.
         knew_others: this peer was given initial peers, or knows peers from an earlier start.
     """
 

@@ -342,11 +342,12 @@ class ProgressTracker(ProgressReader):
             allow_solo: as for :class:`manyhands.Optimizer`.
         """
         own_samples = 0 if self.own.is_auxiliary else self.own.samples
+        roster = self.roster()
         return Situation(
             position=self.own.position,
             others=self.view,
             missing_samples=self.target_batch_size - own_samples,
-            members=self.roster().members,
+            members=roster.members,
             is_worth_a_look=self.is_worth_a_look(),
             has_better_branch=self.should_load_state(),
             refusal=self.branches.refusal(),
@@ -358,7 +359,7 @@ class ProgressTracker(ProgressReader):
             can_meet=self.can_meet_somebody(),
             is_alone=self._is_alone(allow_solo),
             newcomers=newcomers,
-            late_newcomers=late_newcomers,
+            late_newcomers=[peer_id for peer_id in late_newcomers if not roster.has_faults(peer_id)],
             knew_others=knew_others,
         )
 
