@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -17,13 +16,13 @@ from manyhands.base.errors import ConfigError, DialReason, JoinFailed, Refused
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode, Reason
 from manyhands.dht.ids import distance, node_id
+from manyhands.dht.initial_peers import InitialPeers
 from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, StoreRequest
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
-from manyhands.transport import MemoryTransport
-from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
+from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, count_calls, drop, values
 from tests.network import PATIENCE_S
-from tests.unit.dht.examples import WALL_NOW, open_record
+from tests.unit.dht.examples import open_record
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ async def test_a_record_is_at_the_nearest_peers_only(swarm: Swarm) -> None:
     for _ in range(12):
         await swarm.add()
     await swarm.nodes[4].store("key", 1, TTL_S)
-    assert [len(node._storage) for node in swarm.nearest("key")] == [1] * 5 + [0] * 7
+    assert [node.num_records for node in swarm.nearest("key")] == [1] * 5 + [0] * 7
 
 
 async def test_an_expired_record_is_not_read(swarm: Swarm) -> None:
@@ -120,11 +119,11 @@ async def test_lost_holders_are_replaced(swarm: Swarm) -> None:
     *dead, heir, alone = swarm.nearest("key")[:6]
     for holder in dead:
         await swarm.kill(holder)
-    assert len(heir._storage) == 1
-    assert len(alone._storage) == 0
+    assert heir.num_records == 1
+    assert alone.num_records == 0
     for _ in range(CONFIG.max_failures):
         await heir.refresh()
-    assert len(alone._storage) == 1
+    assert alone.num_records == 1
 
 
 async def test_a_newcomer_near_a_key_is_given_its_records(swarm: Swarm) -> None:
@@ -137,19 +136,17 @@ async def test_a_newcomer_near_a_key_is_given_its_records(swarm: Swarm) -> None:
         await node.refresh()
     should_hold = {key for key in keys if newcomer in swarm.nearest(key)[:5]}
     assert should_hold
-    held = set(newcomer._storage.keys(asyncio.get_running_loop().time()))
-    assert should_hold <= held
+    for key in should_hold:
+        assert await swarm.held_by(newcomer, key), key
 
 
 async def test_records_that_were_handed_over_are_not_sent_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [await swarm.add() for _ in range(4)]
     await nodes[0].store("key", "value", TTL_S)
     await nodes[0].refresh()
-    offered: list[AgedRecord] = []
-    for node in nodes[1:]:
-        monkeypatch.setattr(node._storage, "offer", lambda aged, now, wall_now: offered.append(aged))
+    counts = count_calls(monkeypatch)
     await nodes[0].refresh()
-    assert offered == []
+    assert counts["dht.store"] == 0
 
 
 async def test_a_holder_that_restarted_is_given_its_records_again(swarm: Swarm) -> None:
@@ -158,20 +155,17 @@ async def test_a_holder_that_restarted_is_given_its_records_again(swarm: Swarm) 
     await node.refresh()
     await swarm.kill(holder)
     again = await swarm.add(identity=swarm.endpoint_of(holder).identity)
-    assert len(again._storage) == 0
+    assert again.num_records == 0
     await node.refresh()
-    assert len(again._storage) == 1
+    assert again.num_records == 1
 
 
 async def test_a_holder_that_missed_a_write_learns_of_it_when_it_hands_over(swarm: Swarm) -> None:
     nodes = [await swarm.add() for _ in range(2)]
-    now = asyncio.get_running_loop().time()
-    nodes[0]._storage.put(open_record("old", sequence=1), now + TTL_S, now)
-    nodes[1]._storage.put(open_record("new", sequence=2), now + TTL_S, now)
+    await swarm.store_at(nodes[0], [open_record("old", sequence=1)])
+    await swarm.store_at(nodes[1], [open_record("new", sequence=2)])
     await nodes[0].refresh()
-    held = nodes[0]._storage.held("key", "", now)
-    assert held is not None
-    assert held.record == open_record("new", sequence=2)
+    assert await swarm.held_by(nodes[0], "key") == {"": open_record("new", sequence=2)}
 
 
 async def test_a_peer_is_not_told_of_itself(swarm: Swarm) -> None:
@@ -188,8 +182,7 @@ async def test_records_that_were_not_asked_for_are_refused(swarm: Swarm) -> None
     async def answer_beside_the_point(remote: PeerId, request: FindRequest) -> FindResponse:
         return FindResponse([], [AgedRecord(open_record("junk", key="another key"), 0.0)])
 
-    swarm.endpoints[1].unhandle(FIND)
-    swarm.endpoints[1].handle(FIND, answer_beside_the_point)
+    swarm.endpoints[1].answer_with(FIND, answer_beside_the_point)
     assert await values(nodes[0], "key") == {}
     assert nodes[0].refusals == {Reason.MALFORMED: 1}
 
@@ -213,8 +206,7 @@ async def test_forged_records_are_refused_by_holders_and_readers(swarm: Swarm) -
     answer = await swarm.endpoints[0].call(swarm.endpoints[2].peer_id, STORE, StoreRequest([AgedRecord(forged, 0.0)]))
     assert [(outcome.is_stored, outcome.code) for outcome in answer.outcomes] == [(False, "bad_signature")]
     assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 1
-    loop = asyncio.get_running_loop()
-    nodes[0]._storage.put(forged, loop.time() + TTL_S, loop.time())  # a holder that lies
+    swarm.endpoints[0].answer_with(FIND, lambda remote, request: FindResponse([], [AgedRecord(forged, 0.0)]))
     assert await values(nodes[2], "key") == {victim.peer_id: "true"}
     assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 2
 
@@ -233,7 +225,7 @@ async def test_clients_read_and_write_but_hold_nothing(swarm: Swarm) -> None:
     for node in [*nodes, *clients]:
         assert await values(node, "key") == {own_id: "from a client"}
         await node.refresh()
-    assert [len(client._storage) for client in clients] == [0, 0]
+    assert [client.num_records for client in clients] == [0, 0]
     client_ids = {swarm.endpoint_of(client).peer_id for client in clients}
     for node in [*nodes, *clients]:
         assert not client_ids & {contact.peer_id for contact in node.contacts()}
@@ -257,12 +249,16 @@ async def test_a_peer_that_comes_back_as_a_client_leaves_the_tables(swarm: Swarm
     assert first.num_known_peers == 0, "though addresses of it are remembered"
 
 
-async def test_a_list_of_initial_peers_may_name_the_peer_itself(swarm: Swarm) -> None:
+async def test_a_list_of_initial_peers_may_name_the_peer_itself(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     await swarm.add()
     own_address = Address.of("127.0.0.1", 1025)  # the next free port of the memory network
     node = await swarm.add(initial_peers=[own_address, *swarm.endpoints[0].addresses])
     assert swarm.endpoint_of(node).addresses == [own_address.with_peer(swarm.endpoint_of(node).peer_id)]
-    assert list(node._initial_peers._peers) == swarm.endpoints[0].addresses
+    assert node.initial_peers() == {swarm.endpoints[0].peer_id}
+    dialled: list[Address] = []
+    monkeypatch.setattr(Endpoint, "connect", lambda endpoint, address, *_: dialled.append(address))
+    await node.refresh()
+    assert dialled == [], "it does not look for itself"
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
@@ -293,35 +289,35 @@ async def test_one_initial_peer_that_answers_is_enough_and_the_others_are_tried_
     later = Address.of("127.0.0.1", 500)
     node = await swarm.add(initial_peers=[later, *swarm.endpoints[0].addresses])
     assert node.num_known_peers == 1
-    latecomer = Endpoint(MemoryTransport(Identity.generate(), swarm._network))
-    swarm._stack.push_async_callback(latecomer.close)
-    await latecomer.listen([later])
-    other = DhtNode(latecomer, CONFIG, random.Random(1), lambda: WALL_NOW)
-    swarm._stack.push_async_callback(other.close)
+    latecomer = await swarm.add(initial_peers=[], port=later.port)
     await node.refresh()
-    assert {contact.peer_id for contact in node.contacts()} == {swarm.endpoints[0].peer_id, latecomer.peer_id}
+    expected = {swarm.endpoints[0].peer_id, swarm.endpoint_of(latecomer).peer_id}
+    assert {contact.peer_id for contact in node.contacts()} == expected
 
 
 async def test_an_initial_peer_that_turns_up_shows_its_part_of_the_swarm(swarm: Swarm) -> None:
     """Both parts are larger than what a lookup asks, and the initial peer is nobody's neighbour."""
     config = dataclasses.replace(CONFIG, k=3, replicas=2)
-    here = [await swarm.add(config=config) for _ in range(12)]
-    there = [await swarm.add(config=config, initial_peers=[]) for _ in range(1)]
-    door = swarm.endpoint_of(there[0]).addresses
-    there += [await swarm.add(config=config, initial_peers=door) for _ in range(11)]
-    point = node_id(swarm.endpoint_of(here[5]).peer_id)
-    here[5]._initial_peers._peers = {door[0]: None}
-    await here[5]._initial_peers.retry()
-    nearest = min(there, key=lambda node: distance(node_id(swarm.endpoint_of(node).peer_id), point))
-    assert swarm.endpoint_of(nearest).peer_id in {contact.peer_id for contact in here[5].contacts()}
-    assert swarm.endpoint_of(here[5]).peer_id in {contact.peer_id for contact in nearest.contacts()}
+    for _ in range(11):
+        await swarm.add(config=config)
+    later = Address.of("127.0.0.1", 500)
+    node = await swarm.add(config=config, initial_peers=[later, *swarm.endpoints[0].addresses])
+    door = await swarm.add(config=config, initial_peers=[])
+    addresses = swarm.endpoint_of(door).addresses
+    there = [door, *[await swarm.add(config=config, initial_peers=addresses) for _ in range(11)]]
+    await swarm.endpoint_of(door).listen([later])
+    await node.refresh()
+    point = node_id(swarm.endpoint_of(node).peer_id)
+    nearest = min(there, key=lambda other: distance(node_id(swarm.endpoint_of(other).peer_id), point))
+    assert nearest is not door
+    assert swarm.endpoint_of(nearest).peer_id in {contact.peer_id for contact in node.contacts()}
+    assert swarm.endpoint_of(node).peer_id in {contact.peer_id for contact in nearest.contacts()}
 
 
 async def test_a_peer_that_lost_everybody_comes_back_through_its_initial_peers(swarm: Swarm) -> None:
     first = await swarm.add()
     node = await swarm.add()
-    for _ in range(CONFIG.max_failures):
-        node._overlay.table.failed(swarm.endpoint_of(first).peer_id)
+    await drop(node, [swarm.endpoint_of(first)])
     assert node.num_known_peers == 0
     await node.refresh()
     assert node.num_known_peers == 1
@@ -340,7 +336,7 @@ async def test_upkeep_runs_by_itself(swarm: Swarm, monkeypatch: pytest.MonkeyPat
     await first.store("key", "value", TTL_S)
     second = await swarm.add()
     async with time_limit(PATIENCE_S, "waiting for the second node to be given the record"):
-        while not len(second._storage):
+        while not second.num_records:
             await rounds.get()
 
 
@@ -370,14 +366,20 @@ async def test_a_closed_node_serves_no_more(swarm: Swarm) -> None:
     assert await nodes[1].store("key", "again", TTL_S) == 2
 
 
-async def test_a_node_that_knows_nobody_any_more_dials_the_initial_peers_at_once(swarm: Swarm) -> None:
+async def test_a_node_that_knows_nobody_any_more_dials_the_initial_peers_at_once(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for its next attempt in the background, of which there is none here."""
+
+    async def wait_for_ever(initial_peers: InitialPeers) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(InitialPeers, "keep_trying", wait_for_ever)
     first = await swarm.add()
     await first.store("key", "value", TTL_S)
     node = await swarm.add()
-    for _ in range(CONFIG.max_failures):
-        node._overlay.table.failed(swarm.endpoint_of(first).peer_id)
+    await drop(node, [swarm.endpoint_of(first)])
     assert node.num_known_peers == 0
     async with time_limit(PATIENCE_S, "waiting for the node to find the others again"):
         while not await node.get("key"):
-            assert node._rejoining is not None
-            await node._rejoining
+            await asyncio.sleep(0.001)

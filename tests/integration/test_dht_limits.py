@@ -26,7 +26,7 @@ from manyhands.dht.messages import (
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc.rate import BURST_S
 from tests.integration.dht_swarm import TTL_S, Swarm, values
-from tests.unit.dht.examples import WALL_NOW, open_record, owned_record
+from tests.unit.dht.examples import open_record, owned_record
 
 NUM_SUBKEYS = 2500
 GREETING = Schema(str, is_owned=True, max_ttl_s=100.0)
@@ -67,7 +67,7 @@ async def test_a_key_with_thousands_of_records_is_read_in_pages(swarm: Swarm, qu
     for _ in range(3):  # once at all, then at those that were found
         found = await far.get("key", quickly=quickly)
         assert [found[subkey].value for subkey in sorted(found)] == list(range(NUM_SUBKEYS))
-    swarm.nearest("key")[1]._storage._drop("key", "00007", swarm.nearest("key")[1]._storage._held["key"]["00007"])
+    await swarm.lose(swarm.nearest("key")[1], "key", ["00007"])
     assert len(await far.get("key")) == NUM_SUBKEYS, "a holder that missed one does not hide it"
 
 
@@ -84,8 +84,7 @@ async def test_a_holder_that_pages_for_ever_is_left(swarm: Swarm) -> None:
         shown = [AgedRecord(open_record(number, subkey=f"{number:05}"), 0.0) for number in range(100)]
         return FindResponse([], shown, is_more=True)
 
-    endpoint.unhandle(FIND)
-    endpoint.handle(FIND, lead_nowhere)
+    endpoint.answer_with(FIND, lead_nowhere)
     for _ in range(3):
         assert len(await node.get("key")) == 100
     assert num_asked <= 3 * 3
@@ -140,7 +139,7 @@ async def test_nodes_of_a_run_neither_hold_nor_return_what_is_not_of_its_schema(
     await stranger.store("key", "unsigned", TTL_S, subkey="anybody")
     for node in members:
         node.declare("key", GREETING)
-        assert not node._storage.get("key", asyncio.get_running_loop().time()), "dropped when it is declared"
+        assert not node.num_records, "dropped when it is declared"
     member_id = swarm.endpoints[1].peer_id
     assert await members[0].store("key", "hello", 90.0, subkey=member_id) == 4
     assert await values(members[1], "key") == {member_id: "hello"}
@@ -284,8 +283,7 @@ async def test_over_extended_and_replayed_records_are_refused_after_their_owner_
     assert await offer(AgedRecord(msgspec.structs.replace(second, ttl_s=86400.0), 0.0)) == "bad_signature"
     assert await offer(AgedRecord(msgspec.structs.replace(second, sequence=3), 0.0)) == "bad_signature"
     assert await offer(AgedRecord(second, -1e9)) == "unchanged"
-    held = swarm.nodes[0]._storage.held("key", second.subkey, asyncio.get_running_loop().time())
-    assert held is not None
-    assert held.expires_at <= asyncio.get_running_loop().time() + second.ttl_s, "no age makes it live longer"
-    swarm.nodes[0]._handlers._wall_clock = lambda: WALL_NOW + second.ttl_s + 61.0
+    found = await swarm.nodes[0].get("key")
+    assert found[second.subkey].remaining_s <= second.ttl_s, "no age makes it live longer"
+    swarm.wall_now += second.ttl_s + 61.0
     assert await offer(AgedRecord(second, 0.0)) == "expired", "not by the signed time, whatever its age is said to be"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,8 +16,9 @@ from manyhands.dht import DhtNode, Entry
 from manyhands.dht.ids import distance, node_id
 from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
-from manyhands.rpc import Endpoint
-from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
+from manyhands.dht.records import encode_value
+from manyhands.dht.routing import RoutingTable
+from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, count_calls, drop, values
 from tests.network import PATIENCE_S
 from tests.unit.dht.examples import open_record
 
@@ -41,22 +41,17 @@ async def nodes_around(swarm: Swarm, key: str) -> tuple[list[DhtNode], list[DhtN
     return by_distance[: CONFIG.replicas], by_distance[CONFIG.replicas :]
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    call = Endpoint.call
+def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note the requests of all nodes from now on."""
+    requests: list[Any] = []
+    ask = Overlay.ask
 
-    async def counted(self: Endpoint, peer_id: PeerId, method: Any, request: Any, timeout_s: float = 5.0) -> Any:
-        counts[method.name] += 1
-        return await call(self, peer_id, method, request, timeout_s)
+    async def remember(self: Overlay, peer_id: PeerId, method: Any, request: Any) -> Any:
+        requests.append(request)
+        return await ask(self, peer_id, method, request)
 
-    monkeypatch.setattr(Endpoint, "call", counted)
-    return counts
-
-
-def lose_record(nodes: Sequence[DhtNode]) -> None:
-    """Have holders forget what they hold, as if they had missed the write."""
-    for node in nodes:
-        node._storage.__init__(CONFIG)  # type: ignore[misc]
+    monkeypatch.setattr(Overlay, "ask", remember)
+    return requests
 
 
 async def test_a_node_that_reads_and_writes_a_key_again_asks_its_holders_only(
@@ -79,7 +74,7 @@ async def test_a_quick_read_asks_one_holder_and_another_the_next_time(
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", 1, TTL_S)
     assert await values(node, "key") == {"": 1}
-    lose_record([holders[2]])
+    await swarm.lose(holders[2], "key")
     counts = count_calls(monkeypatch)
     found = [await node.get("key", quickly=True) for _ in range(40)]
     assert counts == {"dht.find": 40}
@@ -105,7 +100,7 @@ async def test_readers_do_not_rely_on_a_new_holder_before_it_has_the_records(
         await node.store("key", number, TTL_S, "another")
     for _ in range(CONFIG.max_failures):
         await holders[4].refresh()
-    assert len(heir._storage) == 2
+    assert heir.num_records == 2
     await node.get("key")
     counts = count_calls(monkeypatch)
     assert (await node.get("key", quickly=quickly))[""].value == 1
@@ -119,7 +114,7 @@ async def test_a_node_that_knows_all_peers_writes_without_a_lookup_and_reads_fro
     counts = count_calls(monkeypatch)
     assert await node.store("key", 1, TTL_S) == 5
     assert counts == {"dht.store": 5}
-    assert [len(holder._storage) for holder in holders] == [1] * 5
+    assert [holder.num_records for holder in holders] == [1] * 5
     counts.clear()
     assert await values(reader, "key") == {"": 1}
     assert counts == {"dht.find": 5}
@@ -129,25 +124,27 @@ async def test_a_lookup_for_a_key_asks_little_more_than_its_holders(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holders, (node, *_) = await nodes_around(swarm, "key")
-    monkeypatch.setattr(node._overlay.table, "may_hold_all", lambda: False)  # as in a large swarm
+    monkeypatch.setattr(RoutingTable, "may_hold_all", lambda table: False)  # as in a large swarm
     counts = count_calls(monkeypatch)
     assert await node.store("key", 1, TTL_S) == 5
     assert counts == {"dht.find": 5, "dht.store": 5}
-    assert [len(holder._storage) for holder in holders] == [1] * 5
+    assert [holder.num_records for holder in holders] == [1] * 5
 
 
 @pytest.mark.parametrize("num_unknown", [1, 5])
-async def test_a_writer_that_does_not_know_a_holder_hears_of_it_from_the_others(swarm: Swarm, num_unknown: int) -> None:
+async def test_a_writer_that_does_not_know_a_holder_hears_of_it_from_the_others(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, num_unknown: int
+) -> None:
     holders, others = await nodes_around(swarm, "key")
-    node, others = others[-1], others[:-1]
-    for holder in holders[:num_unknown]:
-        for _ in range(CONFIG.max_failures):
-            node._overlay.table.failed(swarm.endpoint_of(holder).peer_id)
+    node = others[-1]
+    await drop(node, [swarm.endpoint_of(holder) for holder in holders[:num_unknown]])
     assert await node.store("key", 1, TTL_S) >= 5
-    assert [len(holder._storage) for holder in holders] == [1] * 5
-    assert node._reader._holder_cache.recall("key", 0.0) == tuple(
-        swarm.endpoint_of(holder).peer_id for holder in holders
-    )
+    assert [holder.num_records for holder in holders] == [1] * 5
+    counts = count_calls(monkeypatch)
+    assert await node.store("key", 2, TTL_S) == 5
+    assert counts == {"dht.store": 5}
+    for holder in holders:
+        assert (await swarm.held_by(holder, "key"))[""].value == encode_value(2), "it knows them by now"
 
 
 async def test_a_writer_does_not_wait_for_a_presumed_holder_that_says_nothing(swarm: Swarm) -> None:
@@ -162,11 +159,10 @@ async def test_a_writer_does_not_wait_for_a_presumed_holder_that_says_nothing(sw
         await asyncio.Event().wait()
 
     for method in (FIND, STORE):
-        endpoint.unhandle(method)
-        endpoint.handle(method, say_nothing)
+        endpoint.answer_with(method, say_nothing)
     async with time_limit(PATIENCE_S, "storing"):
         assert await node.store("key", 1, TTL_S) == 5
-    assert [len(holder._storage) for holder in by_distance[:6]] == [1, 1, 0, 1, 1, 1]
+    assert [holder.num_records for holder in by_distance[:6]] == [1, 1, 0, 1, 1, 1]
 
 
 async def test_a_holder_reads_what_it_holds_without_asking_for_it(
@@ -176,16 +172,9 @@ async def test_a_holder_reads_what_it_holds_without_asking_for_it(
     await holder.store("key", 1, TTL_S)
     await other.store("key", 2, TTL_S)
     assert await values(holder, "key") == {"": 2}
-    asked: list[FindRequest] = []
-    ask = Overlay.ask
-
-    async def remember(self: Overlay, peer_id: PeerId, method: Any, request: Any) -> Any:
-        asked.append(request)
-        return await ask(self, peer_id, method, request)
-
-    monkeypatch.setattr(Overlay, "ask", remember)
+    requests = record_requests(monkeypatch)
     assert await values(holder, "key") == {"": 2}
-    assert [request.wants_records for request in asked] == [False, False]
+    assert [request.wants_records for request in requests] == [False, False]
 
 
 @pytest.mark.parametrize("lost", [(0, 1), (3, 4), (1, 3)])
@@ -195,11 +184,10 @@ async def test_a_read_sees_what_a_majority_holds(swarm: Swarm, lost: tuple[int, 
     await node.store("key", "old", TTL_S)
     await node.store("key", "new", TTL_S)
     assert await values(node, "key") == {"": "new"}
-    now = asyncio.get_running_loop().time()
     for rank in lost:
-        lose_record([holders[rank]])
+        await swarm.lose(holders[rank], "key")
         if rank % 2:
-            holders[rank]._storage.put(open_record("older still", sequence=1), now + TTL_S, now)
+            await swarm.store_at(holders[rank], [open_record("older still", sequence=1)])
     for _ in range(10):
         assert await values(node, "key") == {"": "new"}
 
@@ -211,53 +199,51 @@ async def test_holders_that_died_are_replaced_at_the_next_write(swarm: Swarm) ->
         await swarm.kill(holder)
     assert await values(node, "key") == {"": "before"}
     assert await node.store("key", "after", TTL_S) == 5
-    assert len(heir._storage) == len(next_heir._storage) == 1
+    assert heir.num_records == next_heir.num_records == 1
     for reader in (holders[0], holders[4], heir, node):
         assert await values(reader, "key") == {"": "after"}
 
 
-async def test_writer_and_reader_follow_when_newcomers_come_nearer(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They hear of them from the holders, which are no longer among the nearest and say so."""
-    _, (writer, reader, *_) = await nodes_around(swarm, "key")
+async def test_writer_and_reader_follow_when_newcomers_come_nearer(swarm: Swarm) -> None:
+    """They are clients, so only the holders can tell them, which are no longer among the nearest and say so."""
+    await nodes_around(swarm, "key")
+    writer, reader = [await swarm.add(client_mode=True) for _ in range(2)]
     await writer.store("key", "before", TTL_S)
     assert await values(reader, "key") == {"": "before"}
-    for node in (writer, reader):  # so that only the holders can tell them
-        node._overlay.seen = lambda peer_id: None  # type: ignore[method-assign]
     num_before = len(swarm.nodes)
     while len(set(swarm.nearest("key")[:5]) & set(swarm.nodes[num_before:])) < 2:
         await swarm.add()
     assert await writer.store("key", "after", TTL_S) >= 5
-    assert all(len(node._storage) == 1 for node in swarm.nearest("key")[:5])
+    assert all(node.num_records == 1 for node in swarm.nearest("key")[:5])
     assert await values(reader, "key") == {"": "after"}
 
 
-async def test_a_record_that_a_holder_shows_twice_counts_once(swarm: Swarm) -> None:
+async def test_a_record_that_a_holder_shows_twice_counts_once(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has half of the records; a read asks a majority first, and then all, and may ask it both times."""
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store_many([Entry("key", number, TTL_S, str(number)) for number in range(20)])
     await node.get("key")
-    storage, now = holders[2]._storage, asyncio.get_running_loop().time()
-    for held in storage.get("key", now)[::2]:
-        storage._drop("key", held.record.subkey, held)
+    await swarm.lose(holders[2], "key", [str(number) for number in range(0, 20, 2)])
     for _ in range(12):
         assert len(await node.get("key")) == 20
-    assert node._reader._holder_cache.recall_complete("key", now) == ()
+    requests = record_requests(monkeypatch)
+    assert len(await node.get("key")) == 20
+    assert all(request.wants_records for request in requests), "a majority is not enough while one has only half"
 
 
 async def test_a_holder_that_hides_records_is_found_out(swarm: Swarm) -> None:
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", "true", TTL_S)
     for liar in holders[:2]:
-        endpoint, answer = swarm.endpoint_of(liar), liar._handlers._on_find
+        endpoint = swarm.endpoint_of(liar)
 
-        async def hide(remote: PeerId, request: FindRequest, answer: Any = answer) -> FindResponse:
+        async def hide(
+            remote: PeerId, request: FindRequest, answer: Any = endpoint.handlers[FIND.name]
+        ) -> FindResponse:
             truth = answer(remote, request)
             return FindResponse(truth.contacts, [], truth.digest)
 
-        endpoint.unhandle(FIND)
-        endpoint.handle(FIND, hide)
+        endpoint.answer_with(FIND, hide)
     for _ in range(10):
         assert await values(node, "key") == {"": "true"}
 
@@ -277,10 +263,9 @@ async def test_upkeep_of_a_swarm_in_which_nobody_comes_or_goes_costs_next_to_not
     await swarm.nodes[0].refresh()
     assert counts["dht.find"] == 1, "somebody came: it is asked whom else it knows"
     assert newcomer.num_known_peers == NUM_NODES
-    table, own_id = swarm.nodes[0]._overlay.table, swarm.endpoints[0].peer_id
-    nearest = table.nearest(node_id(own_id), 1)[0].peer_id
-    for _ in range(CONFIG.max_failures):
-        table.failed(nearest)
+    point = node_id(swarm.endpoints[0].peer_id)
+    nearest = min(swarm.endpoints[1:], key=lambda endpoint: distance(node_id(endpoint.peer_id), point))
+    await drop(swarm.nodes[0], [nearest])
     counts.clear()
     await swarm.nodes[0].refresh()
     assert counts["dht.find"] >= 2 * CONFIG.replicas, "somebody went: it looks around again"

@@ -168,7 +168,7 @@ def test_a_banned_peer_is_out_of_the_next_round(tmp_path: Path) -> None:
             in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
             run.ban(bad.peer_id)
             for peer in (one, two, bad):
-                wait_until(lambda p=peer: bad.peer_id in p.presence.members[RUN]._banned, "the ban is known")
+                wait_until(lambda p=peer: p.presence.members[RUN].is_banned(bad.peer_id), "the ban is known")
             in_threads([lambda t=trainer: t.train_until(3) for trainer in trainers[:2]])
             assert bad.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
             assert trainers[0].optimizer.last_round is not None
@@ -206,7 +206,7 @@ def test_an_open_run_with_a_charter_needs_no_invitation_and_keeps_banned_peers_o
             in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
             assert all(trainer.optimizer.statistics.steps_alone == 0 for trainer in trainers)
             run.ban(two.peer_id)
-            wait_until(lambda: two.peer_id in one.presence.members[RUN]._banned, "the ban is known")
+            wait_until(lambda: one.presence.members[RUN].is_banned(two.peer_id), "the ban is known")
             assert two.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
 
 
@@ -220,7 +220,7 @@ def test_a_program_with_an_address_of_a_coordinator_knows_the_limits_and_bans_of
                 assert trainer.optimizer._collaboration._rounds._limits.max_weight_ratio == 5.0
                 manyhands.Averager([torch.zeros(3)], peer=one, run_id="another")  # one charter keeps nobody from others
                 run.ban(one.peer_id)
-                wait_until(lambda p=one: p.peer_id in p.presence.members[RUN]._banned, "the ban is known")
+                wait_until(lambda p=one: p.presence.members[RUN].is_banned(p.peer_id), "the ban is known")
                 with pytest.raises(ConfigError, match=r"this peer was banned from run 'invited' by .*; ask its owner"):
                     trainer.train_until(1)
 

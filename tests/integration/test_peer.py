@@ -46,6 +46,10 @@ def on(peer: manyhands.Peer, coro: Coroutine[Any, Any, T]) -> T:
     return peer.run(coro, 10.0, "in a test")
 
 
+async def dial(address: Address) -> None:
+    (await TlsTransport(identity_of(9)).dial(address, 5.0)).abort()
+
+
 def test_a_peer_listens_on_all_interfaces_by_default_and_gives_addresses_that_work() -> None:
     with manyhands.Peer() as peer, manyhands.Peer(peer.addresses, client_mode=True) as other:
         listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -56,8 +60,7 @@ def test_a_peer_listens_on_all_interfaces_by_default_and_gives_addresses_that_wo
             address = Address.parse(text)
             assert address.peer_id == peer.peer_id
             assert not address.is_unspecified
-            stream = on(other, TlsTransport(identity_of(9)).dial(address, 5.0))
-            other._runtime._loop.call_soon_threadsafe(stream.abort)
+            on(other, dial(address))
         assert other.addresses == []
 
 
@@ -102,10 +105,10 @@ def test_other_peers_are_told_the_announced_address_and_not_where_the_peer_was_r
     tunnel = "/dns4/x.tcp.ngrok.io/tcp/12345"
     with manyhands.Peer(listen=LOOPBACK) as hidden:
         hidden.announce([tunnel])
-        (listener,) = hidden.endpoint._listeners
-        with manyhands.Peer([str(listener.addresses[0])], listen=LOOPBACK) as neighbour:
+        (address,) = hidden.endpoint.bound_addresses
+        with manyhands.Peer([str(address)], listen=LOOPBACK) as neighbour:
             assert [contact.addresses for contact in neighbour.dht.contacts()] == [[tunnel]]
-            assert str(listener.addresses[0].port) in str(neighbour.endpoint.addresses_of(hidden.peer_id)[0])
+            assert str(address.port) in str(neighbour.endpoint.addresses_of(hidden.peer_id)[0])
 
 
 def test_addresses_that_change_are_told_to_connected_peers_at_once() -> None:

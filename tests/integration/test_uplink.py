@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
@@ -63,6 +63,11 @@ def pace_of(stream: Stream) -> int | None:
     return None if rate in NO_PACE else int(rate)
 
 
+def measuring() -> list[str]:
+    """The tasks that measure uplinks."""
+    return [task.get_name() for task in asyncio.all_tasks() if "uplink measurement" in task.get_name()]
+
+
 def has_shown(endpoint: Endpoint, line: float) -> float:
     """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
     endpoint.uplink._pace.add(uplink.MonitorInterval(line, 0.0))
@@ -110,7 +115,7 @@ async def test_a_short_link_is_not_paced() -> None:
             assert not share.streams
             if sys.platform == "linux":
                 assert pace_of(stream) is None
-        assert here.uplink._watching is None, "it costs nothing"
+        assert not measuring(), "it costs nothing"
 
 
 @on_linux
@@ -160,7 +165,8 @@ async def test_a_stream_that_is_behind_gets_more_of_a_new_pace() -> None:
                 while share.streams[streams[0]].left > 1 * MB:
                     await asyncio.sleep(0.01)
             paced = has_shown(here, 1 * MB)
-            here.uplink._divide()
+            with here.uplink.shared():
+                pass  # at its end the pace is divided anew
             paces = [pace_of(stream) for stream in streams]
             assert paces == pytest.approx([1.2 / 5.4 * paced, 4.2 / 5.4 * paced], rel=0.02)
 
@@ -195,8 +201,14 @@ async def test_the_measured_rate_is_what_the_line_carries(monkeypatch: pytest.Mo
                 share.add(stream, 7 * MB)
                 stream.pace(2 * MB)
             await asyncio.gather(*(stream.send(bytearray(8 * MB)) for stream in streams))  # some of it into buffers
-        assert here.uplink._pace.line == pytest.approx(4 * MB, rel=0.25)  # the first window of each goes at once
         assert share.backlog.rate == pytest.approx(4 * MB, rel=0.15)
+        with here.uplink.shared() as share:
+            for stream in streams:
+                share.add(stream, 100 * MB)
+            await asyncio.sleep(0.01)
+            paces = [pace_of(stream) or 0 for stream in streams]
+        line = sum(paces) / (1 + uplink.STEP)
+        assert line == pytest.approx(4 * MB, rel=0.25)  # the first window of each goes at once
 
 
 @on_linux
@@ -244,8 +256,7 @@ async def test_an_endpoint_that_is_closed_in_a_round_leaves_nothing() -> None:
             share.add(streams[0], 1)
             await here.close()
             share.add(streams[1], 1)
-            assert here.uplink._watching is not None
-            assert here.uplink._watching.done()
+            assert not measuring()
         with here.uplink.shared() as share:
             share.add(streams[1], 1)
             assert not share.streams, "it is closed"
@@ -264,19 +275,35 @@ async def test_the_streams_of_an_all_reduce_are_paced_together(monkeypatch: pyte
             endpoint.peer_id: has_shown(endpoint, (number + 1) * 9e6) for number, (_, _, endpoint) in enumerate(members)
         }
 
+        shares: dict[PeerId, uplink.RoundShare] = {}
+        ended: list[PeerId] = []
+
+        def note_shares_of(endpoint: Endpoint) -> None:
+            shared = endpoint.uplink.shared
+
+            @contextlib.contextmanager
+            def noting() -> Iterator[uplink.RoundShare]:
+                with shared() as share:
+                    shares[endpoint.peer_id] = share
+                    yield share
+                ended.append(endpoint.peer_id)
+
+            monkeypatch.setattr(endpoint.uplink, "shared", noting)
+
         async def look() -> None:
             while len(seen) < 3:
-                for _, _, endpoint in members:
-                    for share in endpoint.uplink._shares:
-                        if len(share.streams) == 2 and endpoint.peer_id not in seen:
-                            await asyncio.sleep(0)
-                            seen[endpoint.peer_id] = [pace_of(stream) for stream in share.streams]
+                for peer_id, share in list(shares.items()):
+                    if len(share.streams) == 2 and peer_id not in seen:
+                        await asyncio.sleep(0)
+                        seen[peer_id] = [pace_of(stream) for stream in share.streams]
                 await asyncio.sleep(0)
 
+        for _, _, endpoint in members:
+            note_shares_of(endpoint)
         looking = asyncio.ensure_future(look())
         results = await asyncio.gather(*(one[0].average(vectors[i], 1.0) for i, one in enumerate(members)))
         await asyncio.wait_for(looking, PATIENCE_S)
-        assert all(not endpoint.uplink._shares for _, _, endpoint in members)
+        assert sorted(ended) == sorted(paces)
     for result in results:
         torch.testing.assert_close(result.averaged_N, sum(vectors) / 3, rtol=1e-5, atol=1e-6)
     for peer_id, parts in seen.items():

@@ -252,7 +252,7 @@ def steps_under(
         declare_run(presence.dht, RUN_ID)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
-            await join(presence.dht, swarm._initial_peers)
+            await join(presence.dht, swarm.initial_peers)
             await asyncio.sleep(max(QUIET_S - swarm.world.loop.time(), 0.0))
             stranger = Stranger(swarm, host, presence)
             while True:

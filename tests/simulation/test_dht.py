@@ -14,6 +14,7 @@ from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, Store
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
+from tests.intercepted import InterceptedEndpoint
 from tests.simulation.worlds import KEY, dht_world, join
 from tests.sweeps import few_of
 from tests.unit.dht.examples import open_record
@@ -127,19 +128,19 @@ def test_a_newcomer_that_takes_its_time_does_not_hold_up_upkeep_and_gets_all_in_
     rounds_s: list[float] = []
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
+        endpoint = InterceptedEndpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = nodes[host.name] = DhtNode(endpoint, DhtConfig(), world.rng(host.name), host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
             if host.name == "newcomer":
-                hold = node._handlers._on_store
+                hold = endpoint.handlers[STORE.name]
 
                 async def dawdle(remote: PeerId, request: StoreRequest) -> StoreResponse:
                     await asyncio.sleep(2.0)
-                    return hold(remote, request)
+                    response: StoreResponse = hold(remote, request)  # type: ignore[assignment]
+                    return response
 
-                endpoint.unhandle(STORE)
-                endpoint.handle(STORE, dawdle)
+                endpoint.answer_with(STORE, dawdle)
                 await asyncio.sleep(4.0)
             await join(node, initial_peers)
             initial_peers.extend(endpoint.addresses)

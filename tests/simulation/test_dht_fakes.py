@@ -28,7 +28,7 @@ def test_peers_that_name_the_same_fakes_slow_a_lookup_by_little(num_peers: int, 
     names = [f"p{number}" for number in range(num_peers)]
     fakes = [world.identity(f"fake{number}").peer_id for number in range(NUM_FAKES)]
     by_distance = sorted(names, key=lambda name: distance(node_id(world.identity(name).peer_id), key_id(KEY)))
-    liars, reader = by_distance[:num_liars], by_distance[-1]
+    liars, readers = by_distance[:num_liars], by_distance[:-6:-1]
     initial_peers: list[Address] = []
     took_s: list[float] = []
 
@@ -49,15 +49,15 @@ def test_peers_that_name_the_same_fakes_slow_a_lookup_by_little(num_peers: int, 
                 endpoint.unhandle(FIND)
                 endpoint.handle(FIND, lie)
             await asyncio.sleep(5.0)
-            if host.name == reader:
+            if host.name == readers[0]:
                 began = world.loop.time()
                 await node.store(KEY, "here", 600.0)
                 took_s.append(world.loop.time() - began)
-                for _ in range(5):
-                    began = world.loop.time()
-                    assert (await node.get(KEY))[""].value == "here"
-                    took_s.append(world.loop.time() - began)
-                    node._reader._holder_cache.forget(KEY)  # so that the next one looks up as well
+            if host.name in readers:  # each looks up the holders
+                await asyncio.sleep(10.0 + 5.0 * readers.index(host.name))
+                began = world.loop.time()
+                assert (await node.get(KEY))[""].value == "here"
+                took_s.append(world.loop.time() - began)
             await asyncio.sleep(100.0)
         finally:
             await node.close()

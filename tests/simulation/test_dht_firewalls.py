@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,13 +12,12 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
-from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.messages import FIND, PING, STORE
 from manyhands.dht.reachability_check import DOUBTED_AFTER_S
-from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
 from manyhands.testing.network import SimListener
+from tests.intercepted import InterceptedEndpoint
 from tests.simulation.worlds import KEY, join
 
 TTL_S = 60.0
@@ -78,9 +78,9 @@ class Swarm:
 
     async def _live(self, host: Host, *, is_firewalled: bool) -> None:
         world, name = self.world, host.name
-        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
+        endpoint = InterceptedEndpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = self.nodes[name] = DhtNode(endpoint, DhtConfig(), world.rng(name), host.wall_clock)
-        self._listen_in(name, endpoint, node._handlers)
+        self._listen_in(name, endpoint)
         try:
             here, hole = Address.of(host.ip, PORT), Address.of(world.host(HOLE).ip, PORT)
             await endpoint.listen([here], [here, hole] if is_firewalled else [])
@@ -111,7 +111,7 @@ class Swarm:
         """Have a peer do something."""
         self.world.schedule(at(at_s).call(lambda: self.world.host(name).spawn(what())))
 
-    def _listen_in(self, name: str, endpoint: Endpoint, holder: RequestHandlers) -> None:
+    def _listen_in(self, name: str, endpoint: InterceptedEndpoint) -> None:
         asked_at: dict[PeerId, float] = {}
 
         def listening(handler: Callable[[PeerId, Any], Any]) -> Callable[[PeerId, Any], Any]:
@@ -125,9 +125,8 @@ class Swarm:
 
             return answer
 
-        for method, handler in ((PING, holder._on_ping), (FIND, holder._on_find), (STORE, holder._on_store)):
-            endpoint.unhandle(method)
-            endpoint.handle(method, listening(handler))
+        for method in (PING, FIND, STORE):
+            endpoint.answer_with(method, listening(endpoint.handlers[method.name]))
 
 
 def test_peers_behind_a_firewall_are_named_to_nobody_and_slow_nobody_down() -> None:
@@ -207,10 +206,15 @@ def test_a_peer_that_starts_again_is_reached_again() -> None:
     names = ["p0", "p1", "p2", "p3"]
     swarm.start(names, [])
     swarm.world.schedule(at(100.0).kill("p3"), at(100.5).restart("p3"))
-    are_clients: list[bool] = []
-    swarm.world.schedule(at(130.0).call(lambda: are_clients.extend(swarm.nodes[n]._overlay.is_client() for n in names)))
-    swarm.world.run(131.0)
-    assert are_clients == [False] * 4
+    num_holders: dict[str, int] = {}
+
+    async def write(name: str) -> None:
+        num_holders[name] = await swarm.nodes[name].store(OTHER_KEY, name, 600.0)
+
+    for number, name in enumerate(names):
+        swarm.do(130.0 + number, name, functools.partial(write, name))
+    swarm.world.run(135.0)
+    assert num_holders == dict.fromkeys(names, 4), "each counts itself: it knows that it was dialled"
 
 
 def test_the_second_newcomer_hears_of_the_first_at_once() -> None:

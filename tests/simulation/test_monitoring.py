@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
 from manyhands.monitor import coordinator_exchange as exchange_module
-from manyhands.monitor.coordinator_exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
+from manyhands.monitor.coordinator_exchange import HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
 from manyhands.monitor.monitor_events import Happened, MonitorEvent
 from manyhands.monitor.picture import RunPicture
 from manyhands.optim.local_steps import LocalSteps
-from manyhands.optim.metrics import Failure
+from manyhands.optim.metrics import AccountRecord, Failure, read_metrics
 from manyhands.peer import Presence
+from manyhands.rpc import Endpoint, Method
 from manyhands.testing import Host, at
 from manyhands.training.report import AccountPublisher, report_step
 from tests.simulation.swarm_of_trainers import Member, Swarm
@@ -78,9 +80,9 @@ def start_monitor(
         presence = Presence(swarm.world.transport(host), rng=swarm.world.rng(name), wall_clock=host.wall_clock)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
-            await join(presence.dht, swarm._initial_peers)
+            await join(presence.dht, swarm.initial_peers)
             if is_named:
-                swarm._initial_peers.extend(presence.endpoint.addresses)
+                swarm.initial_peers.extend(presence.endpoint.addresses)
             monitor = RunMonitor(WatchingPeer(presence), "swarm", watched.events.append, history=history)
             watched.monitor = monitor
             await monitor.start()
@@ -131,7 +133,7 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
         start_trainer(swarm, f"p{number}", num_steps, batch_s, begins_s=1.0 + number / 4)
     late = start_monitor(swarm, "late", begins_s=36.0, history=History("swarm", tmp_path / "late.db"))
     swarm.world.schedule(at(killed_at).kill("p2"))
-    swarm._started.discard("p2")
+    swarm.started.discard("p2")
     swarm.run(until_s=75.0)
 
     used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
@@ -161,21 +163,31 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
 def test_a_late_monitor_asks_its_initial_peers_one_of_which_never_ends_and_no_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    swarm, num_steps, honest, asked = Swarm(seed=5), 20, Exchange._on_history, set[str]()
+    swarm, num_steps, asked, handle = Swarm(seed=5), 20, set[str](), Endpoint.handle
     monkeypatch.setattr(exchange_module, "ASK_TIMEOUT_S", 20.0)
     monitors = {"monitor": start_monitor(swarm, "monitor")}
     monitors["slow"] = start_monitor(swarm, "slow", begins_s=0.5)
     monitors["stranger"] = start_monitor(swarm, "stranger", begins_s=0.5, is_named=False)
 
-    async def on_history(self: Exchange, remote: PeerId, request: HistoryRequest) -> HistoryResponse:
-        (name,) = (name for name, watched in monitors.items() if watched.monitor and watched.monitor._exchange is self)
-        asked.add(name)
-        if name == "slow" and request.kind == "points" and request.before_step > 1:
-            await asyncio.sleep(9.0)
-            return HistoryResponse(points=[ToldPoint(1.0, request.before_step - 1, 1.0, None, 1, 1.0, 1, None, None)])
-        return await honest(self, remote, request)
+    names = {swarm.world.identity(name).peer_id: name for name in (*monitors, "late")}
 
-    monkeypatch.setattr(Exchange, "_on_history", on_history)
+    def noted(name: str, honest: Callable[..., Awaitable[HistoryResponse]]) -> Callable[..., Any]:
+        async def on_history(remote: PeerId, request: HistoryRequest) -> HistoryResponse:
+            asked.add(name)
+            if name == "slow" and request.kind == "points" and request.before_step > 1:
+                await asyncio.sleep(9.0)
+                step = request.before_step - 1
+                return HistoryResponse(points=[ToldPoint(1.0, step, 1.0, None, 1, 1.0, 1, None, None)])
+            return await honest(remote, request)
+
+        return on_history
+
+    def handle_noted(self: Endpoint, method: Method[Any, Any], handler: Any, guard: Any = None) -> None:
+        if method.request is HistoryRequest:
+            handler = noted(names[self.peer_id], handler)
+        handle(self, method, handler, guard)
+
+    monkeypatch.setattr(Endpoint, "handle", handle_noted)
     for number in range(2):
         start_trainer(swarm, f"p{number}", num_steps, 0.7)
     late = start_monitor(swarm, "late", begins_s=80.0)
@@ -229,7 +241,10 @@ def test_a_run_whose_weights_are_tokens_is_credited_in_tokens(tmp_path: Path) ->
 
     def train(member: Member) -> None:
         account, optimizer = AccountPublisher(member.optimizer, member.name, weight_unit="tokens"), member.optimizer
-        assert account._record().unit is None  # until there is a batch
+        member.peer.sleep(1.0)
+        reading = read_metrics(member.peer.dht, "swarm", AccountRecord)
+        published = member.peer.run(reading, 5.0, "reading the accounts")
+        assert published[member.peer.peer_id].unit is None, "until there is a batch"
         while (step := optimizer.global_step) < 4:
             inputs = torch.randn(BATCH, 4)
             loss = torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1])

@@ -51,21 +51,6 @@ def start(
         swarm.start(name, new_model, sgd, train, target_batch_size=TARGET, batch_size_per_step=4, **options)
 
 
-def start_coordinator(swarm: Swarm) -> None:
-    """A peer without a run, which hands on what others say."""
-
-    async def coordinate(host: Host) -> None:
-        presence = Presence(swarm.world.transport(host), rng=swarm.world.rng("c"), wall_clock=host.wall_clock)
-        try:
-            await presence.endpoint.listen([Address.of(host.ip, 0)])
-            swarm._initial_peers.extend(presence.endpoint.addresses)
-            await asyncio.sleep(10 * END_S)
-        finally:
-            await presence.stop()
-
-    swarm.world.start("c", coordinate)
-
-
 def step_at(steps: list[tuple[float, int]], time: float) -> int:
     return max((step for when, step in steps if when <= time), default=0)
 
@@ -164,7 +149,7 @@ def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pyt
     logging.getLogger("manyhands").setLevel(logging.WARNING)
     swarm, seen = Swarm(seed=23), {}
 
-    start_coordinator(swarm)
+    swarm.start_coordinator()
     start(swarm, ["p0", "p1"], seen)
     swarm.world.schedule(between(60.0, 250.0).partition({"p0"}, {"p1"}))
     swarm.run(END_S + 60)
@@ -181,7 +166,7 @@ def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pyt
 
 def test_a_peer_with_allow_solo_that_reaches_nobody_goes_on_alone() -> None:
     swarm, seen = Swarm(seed=24), {}
-    start_coordinator(swarm)
+    swarm.start_coordinator()
     start(swarm, ["p0"], seen, allow_solo=True)
     start(swarm, ["p1"], seen)
     swarm.world.schedule(between(60.0, 250.0).partition({"p0"}, {"p1"}))

@@ -23,6 +23,7 @@ from tests.unit.access.world import (
     CHARTER,
     COORDINATOR,
     HOUR_S,
+    LOOKS_OFTEN,
     OWNER,
     RUN,
     SECOND,
@@ -197,16 +198,15 @@ async def test_a_ban_that_was_written_beside_the_coordinator_is_published_by_it(
     async with new_world() as world:
         first = await world.peer(2, folder=tmp_path)
         await first.serve_charter(CHARTER)
-        other = await world.peer(10)
+        other = await world.peer(10, config=LOOKS_OFTEN)
         await other.join_run(world.ticket(token_of()))
         bad = identity_of(50).peer_id
         Ledger(tmp_path).ban(bad, START_S)
-        for _ in range(60):
-            await other.members[RUN]._look()
-            if bad in other.members[RUN]._banned:
-                break
-            await asyncio.sleep(0.1)
-        assert other.members[RUN]._banned[bad] == COORDINATOR.peer_id
+        async with time_limit(PATIENCE_S, "waiting for the ban"):
+            while not other.members[RUN].is_banned(bad):
+                await asyncio.sleep(0.05)
+        with pytest.raises(Refused, match=f"was banned from run 'ours' by {COORDINATOR.peer_id}"):
+            other.members[RUN].check(bad)
 
 
 async def test_a_peer_that_the_charter_does_not_name_publishes_it_and_signs_nothing(tmp_path: Path) -> None:

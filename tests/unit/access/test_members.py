@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +17,19 @@ from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
-from manyhands.access.messages import LeaseRequest, RunMethods
+from manyhands.access.messages import (
+    LEASE_RECORDS,
+    RECORD_TTL_S,
+    LeaseRequest,
+    RunMethods,
+    Shown,
+    charter_key,
+    leases_key,
+)
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
-from manyhands.rpc import Method
+from manyhands.rpc import Endpoint, Method
 from tests.network import ECHO, PATIENCE_S, Text, serve_echo
 from tests.unit.access.world import (
     CHARTER,
@@ -71,17 +80,21 @@ async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) 
         await asyncio.sleep(0.02)
 
 
-async def test_members_call_each_other_and_show_their_leases_once() -> None:
+async def test_members_call_each_other_and_show_their_leases_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with new_world() as world:
         one, two = await members(world, 10, 11)
         serve(two)
-        shown: list[PeerId] = []
-        served = two.endpoint._handlers[f"{RUN}.access.show"]
-        two.endpoint._handlers[served.method.name] = served._replace(
-            handler=lambda remote, request: (shown.append(remote), served.handler(remote, request))[1]
-        )
+        shown: list[tuple[PeerId, PeerId]] = []
+        call = Endpoint.call
+
+        async def counted(self: Endpoint, peer_id: PeerId, method: Any, request: Any, timeout_s: float = 5.0) -> Any:
+            if isinstance(request, Shown):
+                shown.append((self.peer_id, peer_id))
+            return await call(self, peer_id, method, request, timeout_s)
+
+        monkeypatch.setattr(Endpoint, "call", counted)
         assert [await echo(one, two) for _ in range(3)] == ["hello"] * 3
-        assert shown == [one.peer_id]
+        assert shown == [(one.peer_id, two.peer_id)]
 
 
 async def test_a_guard_turns_a_call_down_before_it_is_decoded() -> None:
@@ -123,8 +136,8 @@ async def test_a_lease_of_another_peer_is_worth_nothing() -> None:
         one, two = await members(world, 10, 11)
         serve(one)
         thief = await world.peer(20)
-        own = two.members[RUN]._own
-        assert own is not None
+        published = (await thief.dht.get(leases_key(RUN)))[two.peer_id]
+        own = SignedLease.from_bytes(LEASE_RECORDS.decode(published.raw), CHARTER, two.peer_id)
         stolen = Members(thief.endpoint, thief.dht, CHARTER, own_lease=lambda: own)
         await stolen.watch()
         await stolen.enter()
@@ -137,11 +150,14 @@ async def test_a_lease_of_another_peer_is_worth_nothing() -> None:
 
 async def test_an_expired_lease_does_not_count_while_a_coordinator_is_there() -> None:
     async with new_world() as world:
-        (one,) = await members(world, 10)
-        held = lease_of("late", issued_at=START_S - 13 * HOUR_S)
-        one.members[RUN]._leases[PeerId("late")] = held
+        one, late = await members(world, 10, 11)
+        serve(one)
+        await echo(late, one)
+        one.members[RUN].check(late.peer_id)
+        await late.stop()
+        world.clock.now += 13 * HOUR_S
         with pytest.raises(Refused, match="no valid lease"):
-            one.members[RUN].check(PeerId("late"))
+            one.members[RUN].check(late.peer_id)
 
 
 async def test_leases_are_renewed_after_half_their_life_and_others_learn_it() -> None:
@@ -163,26 +179,38 @@ async def test_leased_peers_go_on_for_a_day_while_no_coordinator_answers(caplog:
         one, two = await members(world, 10, 11)
         serve(two)
         await world.peers[0].stop()
+
+        def told() -> list[str]:
+            messages = [record.getMessage() for record in caplog.records]
+            return [message for message in messages if "No coordinator of run ours answers" in message]
+
         with caplog.at_level(logging.WARNING):
             world.clock.now += 7 * HOUR_S
-            await until(lambda: all(peer.members[RUN]._is_away_told for peer in (one, two)))
+            await until(lambda: len(told()) == 2)
             world.clock.now += 20 * HOUR_S
             assert await echo(one, two) == "hello"
             await asyncio.sleep(0.5)
-        told = [record for record in caplog.records if "No coordinator of run ours answers" in record.message]
-        assert len(told) == 2, "each says it once"
-        assert "for at most 29 h" in told[0].getMessage()
+        assert len(told()) == 2, "each says it once"
+        assert "for at most 29 h" in told()[0]
         world.clock.now += 10 * HOUR_S
         with pytest.raises(Refused, match="no valid lease"):
             await echo(one, two)
 
 
-async def test_a_peer_that_has_forgotten_the_meeting_is_shown_the_lease_again() -> None:
+async def test_a_peer_that_has_forgotten_the_meeting_is_shown_the_lease_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with new_world() as world:
         one, two = await members(world, 10, 11)
         serve(two)
         await echo(one, two)
-        two.members[RUN]._leases.clear()
+        monkeypatch.setattr("manyhands.access.members.MAX_LEASES", 4)
+        for number in range(30, 34):  # these push the lease of the first one out
+            other = await world.peer(number)
+            other.endpoint.learn(two.peer_id, two.endpoint.addresses)
+            shown = Shown(CHARTER.digest, lease_of(other.peer_id).signed.encoded())
+            await other.endpoint.call(two.peer_id, RunMethods(RUN).show, shown, 5.0)
+        assert two.members[RUN].lease_of(one.peer_id) is None
         assert await echo(one, two) == "hello"
 
 
@@ -195,7 +223,7 @@ async def test_banned_peers_pass_no_gate_and_their_records_do_not_count() -> Non
         assert bad.peer_id in await one.dht.get(f"{RUN}.progress")
         owner = await world.peer(1)
         await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
-        await until(lambda: bad.peer_id in one.members[RUN]._banned)
+        await until(lambda: one.members[RUN].is_banned(bad.peer_id))
         with pytest.raises(Refused, match="was banned from run 'ours'"):
             await echo(bad, one)
         assert bad.peer_id not in await one.dht.get(f"{RUN}.progress")
@@ -209,7 +237,7 @@ async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_it
         bad.check_own(RUN)
         owner = await world.peer(1)
         await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
-        await until(lambda: bad.peer_id in bad.members[RUN]._banned)
+        await until(lambda: bad.members[RUN].is_banned(bad.peer_id))
         with pytest.raises(ConfigError, match=r"this peer was banned from run 'ours' by .*; ask its owner"):
             bad.check_own(RUN)
         await bad.members[RUN].close()
@@ -220,13 +248,14 @@ async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_it
 async def test_no_coordinator_bans_the_owner_or_another_coordinator() -> None:
     async with new_world() as world:
         (one,) = await members(world, 10)
-        own, record = (
-            [SECOND.peer_id, OWNER.peer_id, PEER.peer_id],
-            await read_charters(one.dht, RUN, digest=CHARTER.digest),
-        )
-        entry = record[0]._replace(record=msgspec.structs.replace(record[0].record, bans=own))
-        one.members[RUN]._note(entry)
-        assert set(one.members[RUN]._banned) == {PEER.peer_id}
+        coordinator = world.peers[0]
+        (published,) = await read_charters(one.dht, RUN, publishers=[coordinator.peer_id])
+        record = msgspec.structs.replace(published.record, bans=[SECOND.peer_id, OWNER.peer_id, PEER.peer_id])
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        await coordinator.dht.store(charter_key(RUN), value, RECORD_TTL_S, subkey=coordinator.peer_id)
+        await until(lambda: one.members[RUN].is_banned(PEER.peer_id))
+        assert not one.members[RUN].is_banned(SECOND.peer_id)
+        assert not one.members[RUN].is_banned(OWNER.peer_id)
 
 
 async def test_records_of_a_newcomer_count_at_once() -> None:

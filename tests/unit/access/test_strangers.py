@@ -12,16 +12,19 @@ import pytest
 from manyhands.access import Charter, SignedCharter
 from manyhands.access import members as members_module
 from manyhands.access import signed as signed_module
+from manyhands.access.charters import read_charters
 from manyhands.access.lease import Lease
 from manyhands.access.messages import RECORD_TTL_S, CharterRecord, charter_key, leases_key
 from manyhands.access.signed import Signed
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import Identity
 from manyhands.dht import DhtConfig
+from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.quotas import SOURCE_SHARE, STRANGERS_SHARE
-from manyhands.dht.records import AgedRecord, Record
+from manyhands.dht.records import Record
 from manyhands.peer import Presence
+from tests.dht_requests import records_at, store_at
 from tests.network import PATIENCE_S, identity_of
 from tests.unit.access.world import (
     CHARTER,
@@ -91,13 +94,20 @@ def progress_of(identity: Identity) -> Record:
 
 
 async def publish(attacker: Presence, records: Sequence[Record]) -> None:
-    await attacker.dht._writer._write(records)
+    """Send records of any identities to all nodes that the attacker knows."""
+    for contact in attacker.dht.contacts():
+        await store_at(attacker.endpoint, contact.peer_id, records)
 
 
-def hold(attacker: Presence, records: Sequence[Record]) -> None:
-    """A node holds what it likes, and shows it to all readers."""
-    for record in records:
-        assert attacker.dht._handlers.hold(attacker.peer_id, AgedRecord(record, 0.0)).is_stored
+async def hold(world: World, attacker: Presence, records: Sequence[Record]) -> None:
+    """A node that is not a member holds what it is sent, and shows it to all readers."""
+    outcomes = await store_at(world.peers[0].endpoint, attacker.peer_id, records)
+    assert [outcome.is_stored for outcome in outcomes] == [True] * len(records)
+
+
+async def num_held(world: World, peer: Presence, key: str) -> int:
+    """The number of records of a key that a node holds."""
+    return len(await records_at(world.peers[0].endpoint, peer.peer_id, key))
 
 
 @pytest.mark.usefixtures("no_pause")
@@ -119,7 +129,7 @@ async def test_leases_of_peers_that_publish_nothing_else_are_not_verified(num_ve
     async with new_world() as world:
         (one,) = await members(world, 10)
         attacker = await world.peer(20)
-        hold(attacker, [false_lease(stranger) for stranger in STRANGERS])
+        await hold(world, attacker, [false_lease(stranger) for stranger in STRANGERS])
         await publish(attacker, [progress_of(STRANGERS[0])])
         num_verified()
         assert await one.dht.get(PROGRESS) == {}
@@ -139,13 +149,13 @@ async def test_strangers_cannot_make_members_read_all_leases_again_and_again(
         (one,) = await members(world, 10)
         attacker = await world.peer(20)
         reads: list[str] = []
-        read = one.dht._reader.read
+        get = one.dht.get
 
-        async def counted(key: str, quickly: bool) -> object:
+        async def counted(key: str, *, quickly: bool = False) -> object:
             reads.append(key)
-            return await read(key, quickly)
+            return await get(key, quickly=quickly)
 
-        one.dht._reader.read = counted  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(one.dht, "get", counted)
         for stranger in STRANGERS[:4]:
             await publish(attacker, [progress_of(stranger)])
             assert await one.dht.get(PROGRESS) == {}
@@ -168,10 +178,10 @@ async def test_charters_of_others_are_not_verified(num_verified: Callable[[], in
         (one,) = await members(world, 10)
         attacker = await world.peer(20)
         foreign = [foreign_charter(stranger) for stranger in STRANGERS]
-        hold(attacker, foreign)
+        await hold(world, attacker, foreign)
         await publish(attacker, foreign)
         num_verified()
-        await one.members[RUN]._look()
+        assert await read_charters(one.dht, RUN, publishers=CHARTER.coordinators)
         assert num_verified() == 1, "that of the coordinator"
         (newcomer,) = await members(world, 11)
         assert num_verified() < NUM
@@ -189,7 +199,7 @@ async def test_strangers_have_little_room_at_the_members_and_newcomers_count() -
         (one,) = await members(world, 10)
         attacker = await world.peer(20)
         await publish(attacker, [progress_of(stranger) for stranger in many])
-        assert num_held(world, PROGRESS) == room * SOURCE_SHARE
+        assert await num_held(world, one, PROGRESS) == room * SOURCE_SHARE
         await one.dht.store(PROGRESS, "here", 60.0, subkey=one.peer_id)
         (newcomer,) = await members(world, 11)
         assert set(await newcomer.dht.get(PROGRESS)) == {one.peer_id}
@@ -201,27 +211,27 @@ async def test_a_node_that_becomes_a_member_drops_what_strangers_have_stored_the
     async with new_world() as world:
         await members(world)
         newcomer = await world.peer(10)
-        hold(newcomer, [progress_of(stranger) for stranger in many])
+        await hold(world, newcomer, [progress_of(stranger) for stranger in many])
         await newcomer.join_run(world.ticket(token_of(100)))
-        assert len(newcomer.dht._storage.get(PROGRESS, asyncio.get_running_loop().time())) == room
+        assert await num_held(world, newcomer, PROGRESS) == room * SOURCE_SHARE, "they came from one machine"
 
 
 async def test_a_newcomer_that_had_no_room_has_it_soon() -> None:
-    """A holder of its records may hold none of the leases."""
+    """A holder of its records may hold none of the leases: here it is the farthest from their key."""
     room = int(DhtConfig().max_records_per_key * STRANGERS_SHARE)
+    nearest = sorted(
+        range(10, 18), key=lambda number: distance(node_id(identity_of(number).peer_id), key_id(leases_key(RUN)))
+    )
     async with new_world() as world:
-        (one,) = await members(world, 10, config=LOOKS_OFTEN)
-        hold(one, [progress_of(identity_of(number)) for number in range(2000, 2000 + room)])
-        (newcomer,) = await members(world, 11)
-        one.members[RUN]._leases.clear()
-        record = progress_of(identity_of(11))
-        assert one.dht._handlers.hold(newcomer.peer_id, AgedRecord(record, 0.0)).code == "key_full"
+        await members(world, *nearest[1:-1])
+        (one,) = await members(world, nearest[-1], config=LOOKS_OFTEN)
+        strangers = [progress_of(identity_of(number)) for number in range(2000, 2000 + room)]
+        await store_at(world.peers[0].endpoint, one.peer_id, strangers)
+        for peer in world.peers:
+            await peer.dht.refresh()  # hands the charter to its holders
+        (newcomer,) = await members(world, nearest[0])
+        record = progress_of(identity_of(nearest[0]))
+        assert [outcome.code for outcome in await store_at(newcomer.endpoint, one.peer_id, [record])] == ["source_full"]
         async with time_limit(PATIENCE_S, "for the lease to be looked up"):
-            while not one.dht._handlers.hold(newcomer.peer_id, AgedRecord(record, 0.0)).is_stored:
-                await asyncio.sleep(0.01)
-
-
-def num_held(world: World, key: str) -> int:
-    """Most records of a key that a member holds."""
-    now = asyncio.get_running_loop().time()
-    return max(len(peer.dht._storage.get(key, now)) for peer in world.peers if RUN in peer.members)
+            while not (await store_at(newcomer.endpoint, one.peer_id, [record]))[0].is_stored:
+                await asyncio.sleep(0.05)

@@ -63,17 +63,20 @@ class World:
     def __init__(self) -> None:
         self.network = MemoryNetwork()
         self.peers: list[Presence] = []
+        self.folders: list[StateDir] = []
         self.clock = Clock()
 
     async def peer(
         self, number: int, *, clock: Clock | None = None, folder: Path | None = None, config: AccessConfig | None = None
     ) -> Presence:
+        if folder is not None:
+            self.folders.append(StateDir(folder))
         presence = Presence(
             MemoryTransport(identity_of(number), self.network),
             rng=random.Random(number),
             wall_clock=clock or self.clock,
             access_config=config,
-            state_dir=StateDir(folder) if folder is not None else None,
+            state_dir=self.folders[-1] if folder is not None else None,
         )
         await presence.start(self.peers[0].endpoint.addresses if self.peers else [], [LOOPBACK])
         self.peers.append(presence)
@@ -102,5 +105,5 @@ async def new_world() -> AsyncIterator[World]:
     finally:
         for presence in world.peers:
             await presence.stop()
-            if presence._state_dir is not None:
-                presence._state_dir.close()
+        for folder in world.folders:
+            folder.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -300,11 +301,20 @@ def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(
 @pytest.mark.parametrize(
     ("ahead_s", "words"), [(90.0, "90 s ahead of"), pytest.param(-3600.0, "3600 s behind", marks=pytest.mark.long)]
 )
-def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, words: str) -> None:
+def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(
+    ahead_s: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scouting: list[manyhands.Peer] = []
+
+    def start_peer(*args: Any, **options: Any) -> manyhands.Peer:
+        scouting.append(manyhands.Peer(*args, **options))
+        return scouting[-1]
+
+    monkeypatch.setattr("manyhands.cli.run_look_up.Peer", start_peer)
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as first, Scout(first.addresses) as scout:
         with pytest.raises(RunNotFound):
             scout.choose("ours")
-        scout._peer.presence.wall_clock = lambda: time.time() + ahead_s
+        scouting[0].presence.wall_clock = lambda: time.time() + ahead_s
         for name in ("ours", None):
             with pytest.raises(
                 ConfigError, match=f"the clock of this machine is about {words} the clocks of the other peers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import manyhands
 from manyhands.cli import first_peer_command
+from manyhands.cli import options as options_module
 from manyhands.cli.first_peer_command import standing_of, tell_standing, what_changes
 from manyhands.cli.options import NetworkOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
@@ -57,24 +59,36 @@ def test_a_machine_that_hangs_for_a_while_does_not_end_it(
     monkeypatch.setattr(first_peer_command, "CALL_TIMEOUT_S", 0.05)
     emit = EventWriter(tmp_path / "events")
 
+    hangs = threading.Event()
+
     async def hang() -> None:
+        hangs.set()
         time.sleep(2.0)  # noqa: ASYNC251
 
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
-        hanging = peer._runtime.submit(hang())
+        hanging = threading.Thread(target=peer.run, args=(hang(), 20.0, "hanging"))
+        hanging.start()
+        assert hangs.wait(20.0)
         tell_standing(peer, emit)
         assert "is this machine overloaded" in caplog.text
-        hanging.result(20.0)
+        hanging.join(20.0)
         monkeypatch.setattr(first_peer_command, "CALL_TIMEOUT_S", 5.0)
         tell_standing(peer, emit)
     emit.close()
     assert (tmp_path / "events").read_text().count("standing_by") == 1
 
 
-@pytest.mark.parametrize(("client_mode", "is_first"), [(None, False), (False, True)])
-def test_a_monitor_that_comes_back_looks_for_its_public_address_too(client_mode: bool | None, is_first: bool) -> None:
+@pytest.mark.parametrize(("client_mode", "looks"), [(None, False), (False, True)])
+def test_a_monitor_that_comes_back_looks_for_its_public_address_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_mode: bool | None, looks: bool
+) -> None:
     """It knows peers of before, and others join through it all the same; a trainer may be one of many."""
-    listen = ["/ip4/127.0.0.1/tcp/0"]
-    with manyhands.Peer(listen=listen) as first, manyhands.Peer(first.addresses, listen=listen) as again:
-        assert again.dht.num_known_peers == 1
-        assert NetworkOptions(client_mode=client_mode)._is_first(again) == is_first
+    looked: list[manyhands.Peer] = []
+    monkeypatch.setattr(options_module, "announce_public", lambda peer, **_: looked.append(peer))
+    listen = ("/ip4/127.0.0.1/tcp/0",)
+    with manyhands.Peer(listen=listen) as first:
+        with manyhands.Peer(first.addresses, listen=listen, state_dir=tmp_path):
+            pass
+        with NetworkOptions(client_mode=client_mode, listen=listen, state_dir=tmp_path).connect() as again:
+            assert again.dht.num_known_peers == 1
+            assert looked == [again] * looks

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -29,8 +30,12 @@ def network(num_peers: int, k: int, rng: random.Random) -> dict[PeerId, RoutingT
     return tables
 
 
-def run(lookup: Lookup, tables: dict[PeerId, RoutingTable], dead: set[PeerId], alpha: int, rng: random.Random) -> int:
-    """Drive a lookup; answers come in a random order. Returns how many were asked."""
+def run(lookup: Lookup, ask: Callable[[PeerId], list[Contact] | None], alpha: int, rng: random.Random) -> int:
+    """Drive a lookup; answers come in a random order. Returns how many were asked.
+
+    Args:
+        ask: returns whom a peer names; None if it does not answer.
+    """
     asked: list[Contact] = []
     num_asked = 0
     while not lookup.is_finished:
@@ -38,10 +43,11 @@ def run(lookup: Lookup, tables: dict[PeerId, RoutingTable], dead: set[PeerId], a
         assert 0 < len(asked) <= alpha
         peer_id = asked.pop(rng.randrange(len(asked))).peer_id
         num_asked += 1
-        if peer_id in dead:
+        named = ask(peer_id)
+        if named is None:
             lookup.failed(peer_id)
         else:
-            lookup.answered(peer_id, tables[peer_id].nearest(lookup._target, lookup._k))
+            lookup.answered(peer_id, named)
     return num_asked
 
 
@@ -76,7 +82,7 @@ def look_up(num_peers: int, k: int, alpha: int, target: int, seed: int) -> tuple
     others = [contact(number) for number in range(num_peers) if contact(number) != start]
     seeds = tables[start.peer_id].nearest(target, k)
     lookup = Lookup(target, seeds, own_id=start.peer_id, k=k, alpha=alpha)
-    run(lookup, tables, set(), alpha, rng)
+    run(lookup, lambda peer_id: tables[peer_id].nearest(target, k), alpha, rng)
     return lookup.nearest(), by_distance(others, target)[:k]
 
 
@@ -114,9 +120,13 @@ def test_peers_that_died_do_not_hide_the_nearest_living_ones() -> None:
     for target in (node_id(PeerId("here")), node_id(PeerId("there"))):
         nearest = by_distance([contact(number) for number in range(1, num_peers)], target)
         dead = {someone.peer_id for someone in nearest[:12:3]}
+
+        def ask(peer_id: PeerId, target: int = target, dead: set[PeerId] = dead) -> list[Contact] | None:
+            return None if peer_id in dead else tables[peer_id].nearest(target, k)
+
         seeds = tables[contact(0).peer_id].nearest(target, k)
         lookup = Lookup(target, seeds, own_id=contact(0).peer_id, k=k, alpha=alpha)
-        run(lookup, tables, dead, alpha, rng)
+        run(lookup, ask, alpha, rng)
         found = k - len(dead)  # beyond these, everybody may know only dead peers
         assert lookup.nearest()[:found] == [someone for someone in nearest if someone.peer_id not in dead][:found]
         assert not {someone.peer_id for someone in lookup.nearest()} & dead
@@ -127,7 +137,7 @@ def test_a_lookup_asks_far_fewer_than_all_peers() -> None:
     tables = network(200, 5, rng)
     seeds = tables[contact(0).peer_id].nearest(0, 5)
     lookup = Lookup(0, seeds, own_id=contact(0).peer_id, k=5, alpha=3)
-    assert run(lookup, tables, set(), 3, rng) < 30
+    assert run(lookup, lambda peer_id: tables[peer_id].nearest(0, 5), 3, rng) < 30
 
 
 def test_nearer_peers_are_asked_before_farther_ones_and_nobody_twice() -> None:
@@ -186,7 +196,7 @@ def test_a_lookup_of_few_peers_finds_exactly_the_nearest_and_asks_fewer(num: int
     for wanted in (num, 8):
         seeds = tables[contact(0).peer_id].nearest(target, 8)
         lookup = Lookup(target, seeds, own_id=contact(0).peer_id, k=8, alpha=1, num=wanted)
-        num_asked.append(run(lookup, tables, set(), 1, random.Random(seed)))
+        num_asked.append(run(lookup, lambda peer_id: tables[peer_id].nearest(target, 8), 1, random.Random(seed)))
         assert lookup.nearest() == by_distance(others, target)[:wanted]
     assert num_asked[0] < num_asked[1]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,18 +24,20 @@ def same_bucket(num: int) -> list[Contact]:
     return [contact(number) for number in range(20 * num) if bucket_of(contact(number).peer_id) == ID_BITS][:num]
 
 
-def validate(table: RoutingTable, k: int, max_failures: int) -> None:
-    for index, bucket in table._buckets.items():
-        assert len(bucket.live) <= k
-        assert len(bucket.waiting) <= k
-        assert not bucket.waiting or len(bucket.live) == k, "a replacement waits beside a free place"
-        assert not bucket.live.keys() & bucket.waiting.keys()
-        assert all(entry.num_failures < max_failures for entry in bucket.live.values())
-        assert not any(entry.num_failures for entry in bucket.waiting.values())
-        for point, entry in [*bucket.live.items(), *bucket.waiting.items()]:
-            assert point == node_id(entry.contact.peer_id)
-            assert bucket_of(entry.contact.peer_id) == index
-    assert len(table) == len(table.contacts())
+def validate(table: RoutingTable, k: int, max_failures: int, num_failures: Counter[PeerId]) -> None:
+    """Args:
+    num_failures: in a row, of each contact that was ever seen.
+    """
+    live = [contact.peer_id for contact in table.contacts()]
+    waiting = [peer_id for peer_id in num_failures if table.is_waiting(peer_id)]
+    assert len(table) == len(live) == len(set(live))
+    num_live, num_waiting = Counter(map(bucket_of, live)), Counter(map(bucket_of, waiting))
+    for index in num_live | num_waiting:
+        assert table.num_in_bucket(index) == num_live[index] <= k
+        assert num_waiting[index] <= k
+        assert not num_waiting[index] or num_live[index] == k, "a replacement waits beside a free place"
+    assert all(num_failures[peer_id] < max_failures for peer_id in live)
+    assert not any(num_failures[peer_id] for peer_id in waiting)
 
 
 @given(
@@ -47,15 +51,17 @@ def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
     k: int, max_failures: int, steps: list[tuple[str, int]], target: int, num: int
 ) -> None:
     table = RoutingTable(OWN_ID, k, max_failures)
-    failed: set[PeerId] = set()
+    num_failures: Counter[PeerId] = Counter()
     for step, number in steps:
+        peer_id = contact(number).peer_id
         if step == "seen":
             table.seen(contact(number))
-            failed.discard(contact(number).peer_id)
+            num_failures[peer_id] = 0
         else:
-            table.failed(contact(number).peer_id)
-            failed.add(contact(number).peer_id)
-        validate(table, k, max_failures)
+            table.failed(peer_id)
+            num_failures[peer_id] += 1
+        validate(table, k, max_failures, num_failures)
+    failed = set(+num_failures)
     by_distance = sorted(table.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
     assert table.nearest(target, num, with_failed=True) == by_distance[:num]
     assert table.holders(target, num, None) == [one.peer_id for one in by_distance[:num]]

@@ -124,7 +124,7 @@ class TestHandover:
         handover = ReplicationPlanner()
         handover.given(PeerId("a"), [f"key-{number}" for number in range(100)])
         handover.plan(["key-1"], lambda _: [PeerId("a")])
-        assert handover._holders.keys() == {"key-1"}
+        assert handover.plan(["key-1", "key-2"], lambda _: [PeerId("a")]) == {"a": ["key-2"]}
 
 
 class TestIssuer:

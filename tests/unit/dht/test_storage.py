@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, digest_of_records
-from manyhands.dht.storage import Storage
+from manyhands.dht.storage import Held, Storage
+from tests.traced import traced_memory
 from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 NOW = 1000.0
@@ -47,23 +48,43 @@ def test_the_order_of_arrival_does_not_matter(offers: list[AgedRecord], rng: ran
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 20), st.integers(0, 5)), max_size=60))
-def test_the_accounts_agree_with_what_is_held(steps: list[tuple[int, int, int, int]]) -> None:
-    config = DhtConfig(max_records=4, max_bytes=2000, max_records_per_key=3, max_bytes_per_key=1500)
+def test_a_record_is_refused_exactly_if_what_is_held_leaves_no_room(steps: list[tuple[int, int, int, int]]) -> None:
+    """After any number of records came, were replaced and expired."""
+    config = DhtConfig(max_records=4, max_bytes=2000, max_records_per_key=6, max_records_per_source=2)
     storage, now = Storage(config), NOW
+
+    def all_held() -> list[Held]:
+        return [held for key in storage.keys(now) for held in storage.get(key, now)]
+
     for number, sequence, lifetime_s, pause_s in steps:
         now += pause_s
         record = open_record("v" * sequence * 20, key=f"key-{number % 2}", subkey=str(number), sequence=sequence)
-        storage.put(record, now + lifetime_s, now, "10.0.0.1" if lifetime_s % 2 else "")
-        held = [held for key in storage.keys(now) for held in storage.get(key, now)]
-        assert len(storage) == len(held) <= 4
-        assert sum(entry.record.num_bytes for entry in held) <= 2000
-        usage = storage._quotas._usage
-        assert usage["total", ""].num_bytes == sum(entry.record.num_bytes for entry in held)
-        assert usage["source", "10.0.0.1"].num_records == sum(entry.source == "10.0.0.1" for entry in held)
-        assert all(entry.expires_at > now for entry in held)
+        source = "10.0.0.1" if lifetime_s % 2 else ""
+        others = [held for held in all_held() if held.record.subkey != record.subkey]
+        fits = (
+            len(others) < 4
+            and sum(held.record.num_bytes for held in others) + record.num_bytes <= 2000
+            and sum(held.record.key == record.key for held in others) < 3  # unsigned records take half of a key
+            and not (source and sum(held.source == source for held in others) >= 2)
+        )
+        reason = storage.put(record, now + lifetime_s, now, source)
+        if reason not in (Reason.STALE, Reason.UNCHANGED):
+            assert (reason is Reason.ACCEPTED) == fits
+        assert len(storage) == len(all_held())
+        assert all(held.expires_at > now for held in all_held())
     storage.expire(now + 100)
     assert len(storage) == 0
-    assert set(storage._quotas._usage) <= {("total", ""), ("source", "10.0.0.1")}
+
+
+def test_expired_records_leave_no_account_behind() -> None:
+    storage = Storage(DhtConfig())
+    with traced_memory() as num_held:
+        for number in range(2000):
+            owner = f"owner-{number}"
+            record = msgspec.structs.replace(open_record(key=f"key-{number}"), owner=owner, signature=b"s")
+            storage.put(record, NOW + number + 1, NOW + number, f"10.0.0.{number % 50}")
+        storage.expire(NOW + 5000)
+        assert num_held() < 100_000
 
 
 def test_the_higher_sequence_counts() -> None:
@@ -246,10 +267,11 @@ def test_one_owner_does_not_use_up_the_room_of_another() -> None:
 
 def test_a_record_that_is_renewed_for_ever_takes_no_more_memory() -> None:
     storage = Storage(DhtConfig())
-    for sequence in itertools.islice(itertools.count(), 1000):
-        storage.put(open_record(sequence=sequence), NOW + 1000 + sequence, NOW)
-    assert len(storage._expiries) <= 70
-    assert contents(storage, NOW + 1999 + 1) == {}
+    with traced_memory() as num_held:
+        for sequence in range(10_000):
+            storage.put(open_record(sequence=sequence), NOW + 1000 + sequence, NOW)
+        assert num_held() < 50_000
+    assert contents(storage, NOW + 10_999 + 1) == {}
 
 
 def test_two_holders_of_the_same_have_the_same_digest() -> None:

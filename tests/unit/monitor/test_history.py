@@ -7,6 +7,7 @@ import logging
 import sqlite3
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,20 @@ from tests.credited import leaders_in
 from tests.waiting import wait_until
 
 ALICE, BOB = b"a" * 8, b"b" * 8
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
+    """The connections to SQLite that are opened in the test, in order."""
+    connections: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def noted(*args: Any, **options: Any) -> sqlite3.Connection:
+        connections.append(connect(*args, **options))
+        return connections[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    return connections
 
 
 def point(step: int, loss: float | None = None) -> Point:
@@ -90,7 +105,9 @@ def test_points_are_chosen_evenly_with_the_last_one(tmp_path: Path) -> None:
     history.close()
 
 
-def test_the_points_of_a_year_are_chosen_without_reading_them_all(tmp_path: Path) -> None:
+def test_the_points_of_a_year_are_chosen_without_reading_them_all(
+    tmp_path: Path, opened: list[sqlite3.Connection]
+) -> None:
     history = open_history("run", tmp_path)
     num_steps = 100_000
     for begin in range(1, num_steps, 20_000):
@@ -103,7 +120,7 @@ def test_the_points_of_a_year_are_chosen_without_reading_them_all(tmp_path: Path
         num_read += 1
         return 0
 
-    history._connection.set_progress_handler(count, 100)
+    opened[0].set_progress_handler(count, 100)
     chosen = history.points(limit=50)
     assert num_read < num_steps / 100, "fewer instructions of the database than points"
     assert chosen[-1].step == num_steps
@@ -255,12 +272,15 @@ def test_a_locked_file_is_told_once_and_nothing_is_lost(
 
 
 def test_a_full_disk_is_told_once_and_history_goes_on_when_there_is_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: list[sqlite3.Connection],
 ) -> None:
     monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
     history = open_history("run", tmp_path)
-    (pages,) = history._connection.execute("PRAGMA page_count").fetchone()
-    history._connection.execute(f"PRAGMA max_page_count={pages}")  # SQLite then says that the disk is full
+    (pages,) = opened[0].execute("PRAGMA page_count").fetchone()
+    opened[0].execute(f"PRAGMA max_page_count={pages}")  # SQLite then says that the disk is full
     many = [RunEvent(time=float(number), kind="joined", text="x" * 500) for number in range(200)]
     history.add_events(many)
     assert not history.flush()
@@ -268,7 +288,7 @@ def test_a_full_disk_is_told_once_and_history_goes_on_when_there_is_room(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "full" in caplog.text
     assert len(history.events(500)) == 200
-    history._connection.execute("PRAGMA max_page_count=100000")
+    opened[0].execute("PRAGMA max_page_count=100000")
     assert history.flush()
     assert len(history.events(500)) == 200
     history.close()

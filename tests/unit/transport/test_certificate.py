@@ -10,8 +10,7 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.transport import certificate
-from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
+from manyhands.transport.certificate import issuer_certificate, leaf_certificate, peer_id_of_certificate
 from tests.network import identity_of
 
 
@@ -26,7 +25,9 @@ def test_a_certificate_gives_back_its_peer_id() -> None:
 def test_a_certificate_with_another_kind_of_key_has_no_peer_id() -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somebody")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, certificate._NOT_BEFORE, certificate._NOT_AFTER)
+    issuer = issuer_certificate()
+    dates = issuer.not_valid_before_utc, issuer.not_valid_after_utc
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, *dates)
     assert peer_id_of_certificate(der_of(builder.sign(key, hashes.SHA256()))) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,12 @@ SECRET = bytes(range(32))
 def sealed(sealer: Sealer, plaintext: bytes) -> bytes:
     out = memoryview(bytearray(ROOM_BYTES))
     return bytes(out[: sealer.seal_into(memoryview(plaintext), out)])
+
+
+def num_bytes_of(room: memoryview) -> int:
+    """The size of the memory that a room is a part of."""
+    memory: Any = room.obj
+    return len(memory)
 
 
 def arrived(records: RecordBuffer, data: bytes, cut: int) -> bytes:
@@ -83,11 +90,18 @@ def test_a_reader_that_takes_less_than_a_record_gets_the_rest_later(wanted: list
 
 def test_whole_records_are_decrypted_into_the_callers_memory() -> None:
     sealer = Sealer(SECRET)
-    records = RecordBuffer(Opener(SECRET), sealed(sealer, b"a" * 1000) + sealed(sealer, b"b" * 1000))
     target = bytearray(1500)
+    are_callers: list[bool] = []
+
+    class NotingOpener(Opener):
+        def open_into(self, record: memoryview, out: memoryview) -> None:
+            are_callers.append(out.obj is target)
+            super().open_into(record, out)
+
+    records = RecordBuffer(NotingOpener(SECRET), sealed(sealer, b"a" * 1000) + sealed(sealer, b"b" * 1000))
     assert records.take_into(memoryview(target)) == 1500
     assert target == b"a" * 1000 + b"b" * 500
-    assert len(records._scratch) == 1000, "only of the second one"
+    assert are_callers == [True, False], "there is room for all of the first one"
 
 
 def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_in_it() -> None:
@@ -95,27 +109,26 @@ def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_i
     first, second = sealed(sealer, b"a" * CHUNK_BYTES), sealed(sealer, b"b" * 100)
     records, target = RecordBuffer(Opener(SECRET)), bytearray(CHUNK_BYTES)
 
-    def receive(data: bytes) -> None:
+    def receive(data: bytes) -> Any:
+        """Returns the memory that the last bytes lie in."""
         while data:
             room = records.room()
             num_bytes = min(len(room), len(data))
             room[:num_bytes] = data[:num_bytes]
             records.added(num_bytes)
             data = data[num_bytes:]
+        return room.obj
 
-    receive(first)
-    memory = records._memory
+    memory = receive(first)
     assert records.take_into(memoryview(target)) == CHUNK_BYTES
-    receive(second[:10])
+    assert receive(second[:10]) is memory
     records.rest()
-    assert records._memory is memory
-    receive(second[10:])
+    assert receive(second[10:]) is memory
     assert records.take_into(memoryview(target)[:100]) == 100
     records.rest()
-    assert len(records._memory) < ROOM_BYTES
+    assert num_bytes_of(records.room()) < ROOM_BYTES
     other = RecordBuffer(Opener(SECRET), first[:HEADER_BYTES])
-    other.room()
-    assert other._memory is memory
+    assert other.room().obj is memory
 
 
 def test_memory_for_records_of_64_kib_is_not_that_of_the_longest() -> None:
@@ -123,13 +136,14 @@ def test_memory_for_records_of_64_kib_is_not_that_of_the_longest() -> None:
     records, target = RecordBuffer(Opener(SECRET)), bytearray(1 << 16)
     for start in range(0, len(record), 4000):
         part = record[start : start + 4000]
-        records.room()[: len(part)] = part
+        room = records.room()
+        room[: len(part)] = part
         records.added(len(part))
-    assert len(records._memory) < 1.1 * len(record)
+    assert num_bytes_of(room) < 1.1 * len(record)
     assert records.take_into(memoryview(target)) == len(target)
     assert set(target) == {ord("a")}
     records.rest()
-    assert len(records._memory) == FIRST_BYTES
+    assert num_bytes_of(records.room()) == FIRST_BYTES
 
 
 @pytest.mark.parametrize("at", [HEADER_BYTES, 50, HEADER_BYTES + 100, HEADER_BYTES + 100 + TAG_BYTES - 1])
@@ -166,7 +180,8 @@ def test_lengths_that_no_record_has_are_refused_before_anything_is_received(num_
     records = RecordBuffer(Opener(SECRET), num_plain.to_bytes(HEADER_BYTES, "big"))
     with pytest.raises(BadRecord, match=f"a record of {num_plain} bytes"):
         _ = records.is_ready
-    assert len(records._memory) < 10_000, "nothing was made for it"
+    with pytest.raises(BadRecord):
+        records.room()
 
 
 def test_the_key_changes_after_a_number_of_records() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import pytest
@@ -83,25 +84,19 @@ def test_a_full_disk_is_said_once_and_drops_events(tmp_path: Path, caplog: pytes
     write.close()
 
 
-def test_a_line_of_which_the_disk_takes_a_part_is_not_left_in_halves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="files of this system have no limit")
+def test_a_line_of_which_the_disk_takes_a_part_is_not_left_in_halves(tmp_path: Path) -> None:
+    import resource
+
     path = tmp_path / "events"
     write = EventWriter(path)
     write(Listening("A", []))
-    lines: Any = write._file
-    whole = lines._file
-
-    class Full:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(whole, name)
-
-        def write(self, line: bytes) -> int:
-            return whole.write(line[:9])
-
-    monkeypatch.setattr(lines, "_file", Full())
-    write(Listening("B", []))
-    monkeypatch.setattr(lines, "_file", whole)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, most))
+    try:
+        write(Listening("B", []))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
     write(Listening("C", []))
     assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["A", "C"]
     write.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,7 +140,10 @@ def test_page_that_is_open_over_an_upgrade_reloads_itself_once(shown: Shown, mon
 def test_page_whose_server_always_names_another_one_does_not_reload_for_ever(
     shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown.server._stream, "_page", "another")
+    shown.server.close()
+    files = page_files(has_model=True)
+    monkeypatch.setattr(server_module, "page_files", lambda **_: PageFiles("another", files.index, files.static))
+    shown.serve()
     loads: list[str] = []
     shown.page.on("load", lambda _: loads.append(shown.page.url))
     shown.open()
@@ -184,7 +188,9 @@ def show(tab: Page, *, is_hidden: bool) -> None:
 def open_pages(shown: Shown) -> int:
     """The streams that the server sends, once it has noticed what browsers have closed."""
     time.sleep(0.3)
-    return shown.server._stream.num_pages
+    with urllib.request.urlopen(f"{shown.server.url}/metrics") as answer:
+        [number] = re.findall(r"open_pages(?:{.*})? (\d+)", answer.read().decode())
+    return int(number)
 
 
 @pytest.mark.long

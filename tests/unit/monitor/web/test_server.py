@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
-from manyhands.monitor.web import app as app_module
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.server import PageServer
 from tests.machine import Machine
@@ -148,13 +147,13 @@ def test_peers_are_encoded_once_for_all_programs_until_the_next_look(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
-    encode = app_module._bytes_of
+    encode = msgspec.json.encode
 
-    def counted(picture: RunPicture, name: str, content: Any) -> bytes:
-        encoded.append(name)
-        return encode(picture, name, content)
+    def counted(content: Any, **options: Any) -> bytes:
+        encoded.extend({"peers"} & content.keys())
+        return encode(content, **options)
 
-    monkeypatch.setattr(app_module, "_bytes_of", counted)
+    monkeypatch.setattr(msgspec.json, "encode", counted)
     answers = [served.get("/api/peers.json") for _ in range(5)]
     assert all(answer == answers[0] for answer in answers)
     assert encoded == ["peers"]

@@ -123,7 +123,10 @@ def test_thinned_points_keep_the_newest_and_held_out_losses() -> None:
 
 
 async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
-    stream = UpdateStream(SyntheticRun(2000, time.time()), "page")
+    run = SyntheticRun(2000, time.time())
+    table = PeersPart()
+    table.update(run.picture(), 0.0)
+    stream = UpdateStream(run, "page")
     stream.look()
     pages = [stream.messages() for _ in range(20)]
     tracemalloc.start()
@@ -131,7 +134,7 @@ async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
         for page in pages:
             while not (await anext(page)).startswith(b"event: peers"):  # a piece of 500 kB
                 pass
-        per_page = (tracemalloc.get_traced_memory()[0] - len(stream._parts[1].since(0))) / len(pages)
+        per_page = (tracemalloc.get_traced_memory()[0] - len(table.since(0))) / len(pages)
     finally:
         tracemalloc.stop()
     for page in pages:
