@@ -69,8 +69,8 @@ class Swarm:
     def __post_init__(self) -> None:
         self.world = World(self.seed, executor_cost_s=self.executor_cost_s)
         self.world.network.default_link.latency_s = 0.02
-        self._initial_peers: list[Address] = []
-        self._started: set[str] = set()
+        self.initial_peers: list[Address] = []
+        self.started: set[str] = set()
 
     def start(
         self,
@@ -89,7 +89,7 @@ class Swarm:
         Args:
             initial_peers: of a DHT of its own; peers that come later in it are added.
         """
-        known = self._initial_peers if initial_peers is None else initial_peers
+        known = self.initial_peers if initial_peers is None else initial_peers
 
         async def program(host: Host) -> None:
             await asyncio.sleep(begins_s)
@@ -116,10 +116,10 @@ class Swarm:
             member = self.members[name] = Member(peer, name, model, optimizer)
             train(member)
             self.done.add(name)
-            while self.done != self._started:  # others may need the state
+            while self.done != self.started:  # others may need the state
                 peer.sleep(1.0)
 
-        self._started.add(name)
+        self.started.add(name)
         self.world.start(name, program)
 
     def start_coordinator(self) -> None:
@@ -129,7 +129,7 @@ class Swarm:
             presence = Presence(self.world.transport(host), rng=self.world.rng(host.name), wall_clock=host.wall_clock)
             try:
                 await presence.start([], [Address.of(host.ip, 0)])
-                self._initial_peers.extend(presence.endpoint.addresses)
+                self.initial_peers.extend(presence.endpoint.addresses)
                 await asyncio.Event().wait()
             finally:
                 await presence.stop()
@@ -139,7 +139,7 @@ class Swarm:
     def run(self, until_s: float = 600.0) -> None:
         """Let virtual time pass until all programs are done; once."""
         self.world.run(until_s)
-        assert self.done == self._started, f"only {sorted(self.done)} of {sorted(self._started)} are done"
+        assert self.done == self.started, f"only {sorted(self.done)} of {sorted(self.started)} are done"
 
 
 def together(num_peers: int, member: Member) -> None:

@@ -264,7 +264,7 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again_stays_together() -> Non
             )  # fmt: skip
 
     start(early)
-    swarm._started.update(late)
+    swarm.started.update(late)
     swarm.world.schedule(at(20.0).call(lambda: start(late)))
     swarm.run()
     assert keys[3] == {""}, "one group"

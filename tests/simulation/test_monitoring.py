@@ -78,9 +78,9 @@ def start_monitor(
         presence = Presence(swarm.world.transport(host), rng=swarm.world.rng(name), wall_clock=host.wall_clock)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
-            await join(presence.dht, swarm._initial_peers)
+            await join(presence.dht, swarm.initial_peers)
             if is_named:
-                swarm._initial_peers.extend(presence.endpoint.addresses)
+                swarm.initial_peers.extend(presence.endpoint.addresses)
             monitor = RunMonitor(WatchingPeer(presence), "swarm", watched.events.append, history=history)
             watched.monitor = monitor
             await monitor.start()
@@ -131,7 +131,7 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
         start_trainer(swarm, f"p{number}", num_steps, batch_s, begins_s=1.0 + number / 4)
     late = start_monitor(swarm, "late", begins_s=36.0, history=History("swarm", tmp_path / "late.db"))
     swarm.world.schedule(at(killed_at).kill("p2"))
-    swarm._started.discard("p2")
+    swarm.started.discard("p2")
     swarm.run(until_s=75.0)
 
     used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}

@@ -53,7 +53,7 @@ def test_nearly_all_samples_of_unlike_peers_are_used_over_many_steps(
             start(name)
         else:
             swarm.world.schedule(at(join_period_s * number).call(lambda name=name: start(name)))
-    swarm._started.update(names)
+    swarm.started.update(names)
     swarm.run(2000.0)
 
     used = sum(one.samples_used for one in counts.values())

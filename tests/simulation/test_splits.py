@@ -58,7 +58,7 @@ def start_coordinator(swarm: Swarm) -> None:
         presence = Presence(swarm.world.transport(host), rng=swarm.world.rng("c"), wall_clock=host.wall_clock)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
-            swarm._initial_peers.extend(presence.endpoint.addresses)
+            swarm.initial_peers.extend(presence.endpoint.addresses)
             await asyncio.sleep(10 * END_S)
         finally:
             await presence.stop()

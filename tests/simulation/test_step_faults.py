@@ -190,7 +190,7 @@ def test_twenty_peers_that_join_at_once_all_take_part() -> None:
         for name in names[1:]:
             swarm.start(name, new_model, sgd, train, target_batch_size=160, batch_size_per_step=4)
 
-    swarm._started.update(names)
+    swarm.started.update(names)
     swarm.world.schedule(at(30.0).call(all_at_once))
     swarm.run(900.0)
     assert longest.wait_s < WAIT_LIMIT_S
