@@ -25,15 +25,25 @@ RUN = "averages"
 
 @asynccontextmanager
 async def sim_peers(
-    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = ()
+    num_peers: int,
+    *,
+    kind: str = "memory",
+    clients: Sequence[int] = (),
+    first: int = 0,
+    network: MemoryNetwork | None = None,
 ) -> AsyncIterator[list[SimPeer]]:
-    """Peers of one DHT; those numbered in ``clients`` do not listen. The first one must."""
-    network = MemoryNetwork()
+    """Peers of one DHT; those numbered in ``clients`` do not listen. The first one must.
+
+    Args:
+        first: number of the identity of the first one.
+        network: in which others are, who know none of them.
+    """
+    network = network or MemoryNetwork()
     peers: list[SimPeer] = []
     try:
         for number in range(num_peers):
             is_client = number in clients
-            transport = transport_of(number, kind, network)
+            transport = transport_of(first + number, kind, network)
             presence = Presence(transport, client_mode=is_client, rng=random.Random(number))
             initial = peers[0].endpoint.addresses if peers else []
             await presence.start(initial, [] if is_client else [LOOPBACK])

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -71,6 +72,14 @@ def the_log_as_before() -> Iterator[None]:
     for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def peers_as_they_are() -> Iterator[None]:
+    """Tests have peers do in rounds what these would not do by themselves; the next test has the same peer ids."""
+    yield
+    if (phases := sys.modules.get("tests.phases")) is not None:  # to import it here would import torch for all tests
+        phases.forget()
 
 
 @pytest.fixture

@@ -49,14 +49,19 @@ def identity_of(number: int) -> Identity:
 
 @asynccontextmanager
 async def endpoints(
-    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: RpcConfig | None = None
+    num_peers: int,
+    *,
+    kind: str = "memory",
+    clients: Sequence[int] = (),
+    config: RpcConfig | None = None,
+    make: Callable[..., Endpoint] = Endpoint,
 ) -> AsyncIterator[list[Endpoint]]:
     """``num_peers`` endpoints that know each other's addresses; those numbered in ``clients`` do not listen."""
     network = MemoryNetwork()
     swarm: list[Endpoint] = []
     try:
         for number in range(num_peers):
-            endpoint = Endpoint(transport_of(number, kind, network), client_mode=number in clients, config=config)
+            endpoint = make(transport_of(number, kind, network), client_mode=number in clients, config=config)
             if number not in clients:
                 await endpoint.listen([LOOPBACK])
             swarm.append(endpoint)

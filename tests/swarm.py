@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
+from tests.wire import WatchedEndpoint
 
 __all__ = ["RUN_ID", "FixedMeeting", "averagers", "endpoints", "identity_of"]
 
@@ -73,16 +74,24 @@ async def averagers(
     config: AveragingConfig | None = None,
     rpc_config: RpcConfig | None = None,
     limits: MemberLimits | None = None,
+    config_of: Mapping[PeerId, AveragingConfig] | None = None,
 ) -> AsyncIterator[list[tuple[RoundRunner, FixedMeeting, Endpoint]]]:
-    """``num_peers`` averagers of one run that expect each other."""
-    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
+    """``num_peers`` averagers of one run that expect each other.
+
+    Their endpoints are :class:`tests.wire.WatchedEndpoint`.
+
+    Args:
+        config_of: of those that have another configuration than ``config``.
+    """
+    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config, make=WatchedEndpoint) as swarm:
         members = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
             meeting = FixedMeeting(endpoint, others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, config, rng, limits=limits)
+            own = (config_of or {}).get(endpoint.peer_id, config)
+            runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, own, rng, limits=limits)
             members.append((runner, meeting, endpoint))
         try:
             yield members

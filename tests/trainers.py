@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 
 import manyhands
+import manyhands.peer as peer_module
 from manyhands.averaging import AveragingConfig
+from manyhands.base.identity import Identity, PeerId
 from manyhands.optim import ProgressConfig
+from manyhands.transport import TlsTransport
+from tests.wire import Wire
 
 FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, default_refresh_s=0.2, ttl_s=5.0)
 AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0, min_span_bytes=4)  # all members reduce
@@ -28,36 +32,37 @@ def new_model(seed: int = 0, width: int = 8) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
 
 
+_wires: WeakValueDictionary[PeerId, Wire] = WeakValueDictionary()
+
+
+@contextmanager
+def mortal() -> Iterator[None]:
+    """Peers that are made within the block can be killed."""
+
+    def transport_of(identity: Identity) -> Wire:
+        _wires[identity.peer_id] = wire = Wire(TlsTransport(identity))
+        return wire
+
+    with patch.object(peer_module, "TlsTransport", transport_of):
+        yield
+
+
 @contextmanager
 def peers(num_peers: int) -> Iterator[list[manyhands.Peer]]:
     with ExitStack() as stack:
-        first = stack.enter_context(manyhands.Peer(listen=LISTEN))
-        others = [
-            stack.enter_context(manyhands.Peer(initial_peers=first.addresses, listen=LISTEN))
-            for _ in range(num_peers - 1)
-        ]
+        with mortal():
+            first = stack.enter_context(manyhands.Peer(listen=LISTEN))
+            others = [
+                stack.enter_context(manyhands.Peer(initial_peers=first.addresses, listen=LISTEN))
+                for _ in range(num_peers - 1)
+            ]
         yield [first, *others]
 
 
 def kill(peer: manyhands.Peer) -> None:
-    """End a peer as SIGKILL does: its sockets close, and nothing is said to anybody."""
-
-    async def vanish() -> None:
-        endpoint = peer.endpoint
-        endpoint._handlers.clear()
-        endpoint._bulk.acceptors.clear()
-        endpoint._streams.abort_all()
-        await endpoint._dialler.close()
-        for listener in endpoint._listeners:
-            await listener.close()
-        endpoint._streams.abort_all()
-        endpoint._transport.close()  # its threads would not outlive the process
-        await asyncio.sleep(0.01)  # asyncio closes sockets a moment later
-
-    peer.run(vanish(), 5.0, "dying")
-    peer._is_closed = True
-    atexit.unregister(peer.close)
-    peer._runtime.close()
+    """End a peer of :func:`mortal` as SIGKILL does: its sockets close, and nothing is said to anybody."""
+    peer.run(_wires[peer.peer_id].cut(), 5.0, "dying")
+    peer.close()  # what it would say to the others does not leave this machine
 
 
 def in_threads(functions: Sequence[Callable[[], None]], timeout_s: float = 240.0) -> None:

@@ -105,7 +105,7 @@ async def test_a_tensor_that_is_freed_or_resized_in_mid_round_is_not_written(cha
     lists = [[torch.ones(300, device="cuda"), torch.full((5,), float(i), device="cuda")] for i in range(2)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]
-        change_butterflies(averagers[0]._averager_loop.rounds, lambda _: change(lists[0][0]))
+        change_butterflies(peers[0].peer_id, lambda _: change(lists[0][0]))
         first, second = await asyncio.gather(*map(step, averagers), return_exceptions=True)
         await close_all(averagers)
     assert isinstance(first, ConfigError)

@@ -16,17 +16,17 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.rounds import RoundRunner
-from tests.phases import Phase, on_phase
+from manyhands.averaging.messages import Verdict
+from manyhands.averaging.round.driver import RoundDriver
+from tests.phases import Phase, around_rounds, on_phase
 from tests.trainers import BATCH_SIZE, Trainer, in_threads, peers
 
 NUM_PEERS = 5
@@ -52,7 +52,6 @@ class Member:
     peer: manyhands.Peer
     step: Callable[[], Iterable[str]]
     close: Callable[[], None]
-    runner: RoundRunner
     num_dropped: Callable[[], int]
     rounds: list[tuple[float, frozenset[str]]] = field(default_factory=list)
 
@@ -118,7 +117,7 @@ def trial(way: str, who: str, rng: random.Random) -> Costs:
                 assert gone.is_set()
 
         for member in staying:
-            _on_blame(member.runner, note_blame)
+            _on_blame(member, note_blame)
         in_threads([partial(leave, gone), go, *(partial(stay, member) for member in staying)], 3 * LIMIT_S)
         for member in staying:
             looked_at = member.rounds[: num_looked_at[member]]
@@ -144,21 +143,20 @@ def _leave_in_mid_round(leaver: Member, close: Callable[[], None], rng: random.R
         elif phase is Phase.CONCLUDED:
             lasted_s = time.monotonic() - began_at
 
-    on_phase(leaver.runner, notify)
+    on_phase(leaver.peer.peer_id, notify)
     assert formed.wait(LIMIT_S), "no round of all five has formed"
     time.sleep(rng.uniform(0.0, lasted_s))
     gone.set()
     close()
 
 
-def _on_blame(runner: RoundRunner, notify: Callable[[Sequence[str]], None]) -> None:
-    round_over = runner.matchmaker.round_over
+def _on_blame(member: Member, notify: Callable[[Sequence[str]], None]) -> None:
+    async def around(driver: RoundDriver, run: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        verdict = await run()
+        notify(verdict.blamed)
+        return verdict
 
-    def note(group: Any, blamed: Any, **options: Any) -> None:
-        notify(blamed)
-        round_over(group, blamed, **options)
-
-    runner.matchmaker.round_over = note  # type: ignore[method-assign]
+    around_rounds(member.peer.peer_id, around)
 
 
 def _trains(peer: manyhands.Peer) -> Member:
@@ -172,15 +170,12 @@ def _trains(peer: manyhands.Peer) -> Member:
             return []
         return optimizer.last_round.members if optimizer.last_round is not None else [peer.peer_id]
 
-    runner = optimizer._collaboration._rounds
-    return Member(peer, step, optimizer.close, runner, lambda: optimizer.statistics.samples_dropped)
+    return Member(peer, step, optimizer.close, lambda: optimizer.statistics.samples_dropped)
 
 
 def _averages(peer: manyhands.Peer) -> Member:
     averager = manyhands.Averager([torch.ones(8 * WIDTH)], peer=peer, run_id="leaving", averaging=AVERAGING)
-    return Member(
-        peer, lambda: averager.step(1.0, 30.0).group, averager.close, averager._averager_loop.rounds, lambda: 0
-    )
+    return Member(peer, lambda: averager.step(1.0, 30.0).group, averager.close, lambda: 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

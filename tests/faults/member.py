@@ -18,10 +18,10 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import Identity, PeerId
-from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
 from tests.phases import on_phase
 from tests.swarm import FixedMeeting
+from tests.wire import WatchedEndpoint
 
 NUMEL = 4_000_000
 NUM_BYTES = 4 * NUMEL
@@ -66,7 +66,7 @@ def run(number: int, phase: str, fault: signal.Signals | None, pipe: Connection)
 
 async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Connection) -> None:
     loop = asyncio.get_running_loop()
-    endpoint = Endpoint(TlsTransport(identity_of(number)))
+    endpoint = WatchedEndpoint(TlsTransport(identity_of(number)))
     await endpoint.listen([Address.parse("/ip4/127.0.0.1/tcp/0")])
     pipe.send((endpoint.peer_id, [str(address) for address in endpoint.addresses]))
     addresses: Mapping[PeerId, list[str]] = await loop.run_in_executor(None, pipe.recv)
@@ -84,13 +84,13 @@ async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Conn
     async def watch() -> None:
         while True:
             sent = endpoint.bytes_sent
-            received = sum(stream.bytes_received for stream in endpoint._streams._streams)
+            received = sum(stream.bytes_received for stream in endpoint.wire.streams)
             if sent >= SENT.get(phase, 9.0) * NUM_BYTES or received >= RECEIVED.get(phase, 9.0) * NUM_BYTES:
                 fail_in(phase)
                 return
             await asyncio.sleep(POLL_S)
 
-    on_phase(runner, lambda entered: fail_in(entered.value))
+    on_phase(endpoint.peer_id, lambda entered: fail_in(entered.value))
     fail_in("before")
     watching = asyncio.create_task(watch())
     reason = ""

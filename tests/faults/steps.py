@@ -214,7 +214,7 @@ def frozen() -> None:
         def watch() -> None:
             while facts_of(command)["members"] < 3:
                 pass
-            before, process = trainers[0].optimizer.global_step, psutil.Process(command._process.pid)
+            before, process = trainers[0].optimizer.global_step, psutil.Process(command.pid)
             process.suspend()
             time.sleep(FROZEN_S)
             process.resume()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -18,9 +17,10 @@ from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
+from manyhands.transport import MemoryNetwork
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
 from tests.network import PATIENCE_S, until
-from tests.phases import change_first_vote, on_driver
+from tests.phases import around_rounds, change_first_vote
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-14}
@@ -233,17 +233,22 @@ async def test_a_leader_that_does_not_step_is_replaced() -> None:
         assert by_id[0].peer_id not in result.group
 
 
+async def published(reader: SimPeer, peer: SimPeer) -> dict[str, Any]:
+    """The record that a peer publishes for the others, as another one reads it."""
+    records = await reader.dht.get(peer_key(RUN, AVERAGING_KIND))
+    record: dict[str, Any] = records[peer.peer_id].value
+    return record
+
+
 async def test_a_liar_with_a_huge_round_number_does_not_stop_others() -> None:
     """A peer publishes the highest round number, or one that is not believed; the others average all the same."""
     tensors = [torch.full((3,), float(i)) for i in range(2)]
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers[:2])]
-        tracker = averagers[0]._averager_loop.tracker
-        honest = msgspec.to_builtins(tracker.own, builtin_types=(bytes,))
         liar = peers[2]
+        honest = await published(liar, peers[0])
         for round_number in (2**48, 2**53 + 1, 2**53, 2**48 - 1):
             lie = honest | {"position": {"step": round_number, "lineage": b"lie"}}
-            liar.dht._schemas.clear()
             await liar.dht.store(peer_key(RUN, AVERAGING_KIND), lie, 30.0, subkey=liar.peer_id)
             for _ in range(2):
                 results = await step_all(averagers)
@@ -251,23 +256,18 @@ async def test_a_liar_with_a_huge_round_number_does_not_stop_others() -> None:
         await close_all(averagers)
 
 
-async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
-    async with sim_peers(4) as peers:
+async def test_two_parts_of_a_swarm_find_each_other() -> None:
+    network = MemoryNetwork()
+    async with sim_peers(2, network=network) as few, sim_peers(2, first=2, network=network) as many:
         tensors = [torch.full((3,), float(i)) for i in range(4)]
-        averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers)]
+        averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate([*few, *many])]
         parts = [averagers[:2], averagers[2:]]
         for part, num_rounds in zip(parts, (1, 3), strict=True):
-            ids = {averager._peer.peer_id for averager in part}
-            for averager in part:  # it sees only those of its part
-                for peer in peers:
-                    if peer.peer_id not in ids:
-                        averager._averager_loop.tracker.forget(peer.peer_id)
-                        averager._averager_loop.tracker._sequences[peer.peer_id] = 2**60
             for _ in range(num_rounds):
                 results = await step_all(part)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
-        for averager in averagers:
-            averager._averager_loop.tracker._sequences.clear()
+        for peer in many:
+            await peer.dht.join(few[0].endpoint.addresses)
         results = await step_all(averagers)
         await close_all(averagers)
     assert all(result.committed and len(result.group) == 4 for result in results), results
@@ -306,8 +306,7 @@ async def test_an_averager_with_other_tensors_is_refused_when_it_is_made() -> No
 async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> None:
     async with sim_peers(2) as peers:
         averager = await join(peers[0], [torch.zeros(3)])
-        own = averager._averager_loop.tracker.own
-        other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
+        other = await published(peers[1], peers[0]) | {"tensors": b"others", "summary": "two lists"}
         await peers[1].dht.store(peer_key(RUN, AVERAGING_KIND), other, 30.0, subkey=peers[1].peer_id)
         result = await step(averager, timeout_s=1.5)
         await close_all([averager])
@@ -428,20 +427,15 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
 
-    def change_in(driver: RoundDriver) -> None:
-        run = driver.run
+    async def change_in_it(_: RoundDriver, run: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        if is_before:
+            change(lists[0][1])
+        verdict = await run()
+        if not is_before:
+            change(lists[0][1])
+        return verdict
 
-        async def change_and_run() -> Verdict:
-            if is_before:
-                change(lists[0][1])
-            verdict = await run()
-            if not is_before:
-                change(lists[0][1])
-            return verdict
-
-        driver.run = change_and_run  # type: ignore[method-assign]
-
-    on_driver(averagers[0]._averager_loop.rounds, change_in)
+    around_rounds(pair[0].peer_id, change_in_it)
     lists[1][0].fill_(3.0)
     outcomes = await asyncio.gather(*(step(averager) for averager in averagers), return_exceptions=True)
     assert isinstance(outcomes[0], manyhands.ManyhandsError), outcomes
@@ -489,7 +483,7 @@ async def test_a_member_that_lacks_the_mean_keeps_its_values_and_learns_why() ->
         def lose(contribution: Contribution, vote: Vote) -> None:
             contribution.means, vote.digests = None, []
 
-        change_first_vote(averagers[2]._averager_loop.rounds, lose)
+        change_first_vote(peers[2].peer_id, lose)
         *others, result = await step_all(averagers)
         assert not result.committed
         assert result.reason == "the others hold the mean, but this peer lost it on the way"

@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -18,23 +18,20 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.messages import Group, Position, Vote
+from manyhands.averaging.allreduce.streams import RoundStream
+from manyhands.averaging.messages import CALL, CallRequest, Group, Position, Verdict, Vote
 from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
-from manyhands.averaging.state.content import State
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
-from manyhands.base.identity import PeerId
 from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
+from manyhands.optim.run.progress import ProgressReader
 from tests.machine import Machine
-from tests.phases import before_voting, change_first_vote, on_driver
+from tests.phases import Connect, around_connects, around_rounds, before_voting, change_first_vote
 from tests.sweeps import few_of
-from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
-
-
-def averager_of(trainer: Trainer) -> Any:
-    return trainer.optimizer._collaboration._rounds
+from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, mortal, peers, step_until
 
 
 @pytest.mark.parametrize("is_leader", [True, False])
@@ -46,14 +43,15 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
         victim = others.pop(0 if is_leader else 1)
         in_mid_round = threading.Event()
 
-        async def stop_at_the_second_stream(group: Group, rank: int, other: int, *more: Any) -> Any:
+        async def stop_at_the_second_stream(
+            connect: Connect, group: Group, rank: int, other: int, *more: Any
+        ) -> RoundStream:
             if other == 2:
                 in_mid_round.set()
                 await asyncio.Event().wait()
             return await connect(group, rank, other, *more)
 
-        connect = averager_of(victim)._streams.connect
-        averager_of(victim)._streams.connect = stop_at_the_second_stream
+        around_connects(victim.peer.peer_id, stop_at_the_second_stream)
 
         def train_and_die() -> None:
             with pytest.raises((ManyhandsError, concurrent.futures.CancelledError)):
@@ -79,17 +77,17 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
     with peers(3) as swarm:
         trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
         leader, other, unlucky = sorted(trainers, key=lambda trainer: trainer.peer.peer_id)
-        is_counted = threading.Event()
+        is_counted, is_decided = threading.Event(), threading.Event()
 
         async def wait_for_its_vote() -> None:  # on their own networks' threads; else they may commit before it comes
             while is_noticed and not is_counted.is_set():
                 await asyncio.sleep(0.01)
 
         async def wait_for_the_verdict() -> None:
-            while not is_noticed and not averager_of(leader)._answers._verdicts:
+            while not is_noticed and not is_decided.is_set():
                 await asyncio.sleep(0.01)
 
-        def note_votes(driver: RoundDriver) -> None:
+        async def note_votes(driver: RoundDriver, run: Callable[[], Awaitable[Verdict]]) -> Verdict:
             count = driver.vote
 
             def count_and_note(rank: int, vote: Vote) -> None:
@@ -97,17 +95,20 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
                 is_counted.set()
 
             driver.vote = count_and_note  # type: ignore[method-assign]
+            verdict = await run()
+            is_decided.set()
+            return verdict
 
-        before_voting(averager_of(leader), wait_for_its_vote)
-        before_voting(averager_of(other), wait_for_its_vote)
-        before_voting(averager_of(unlucky), wait_for_the_verdict)
-        on_driver(averager_of(leader), note_votes)
+        before_voting(leader.peer.peer_id, wait_for_its_vote)
+        before_voting(other.peer.peer_id, wait_for_its_vote)
+        before_voting(unlucky.peer.peer_id, wait_for_the_verdict)
+        around_rounds(leader.peer.peer_id, note_votes)
 
         def lose(contribution: Contribution, vote: Vote) -> None:
             contribution.means = None
             vote.digests = [b"a memory chip that forgets"] * len(vote.digests)
 
-        change_first_vote(averager_of(unlucky), lose)
+        change_first_vote(unlucky.peer.peer_id, lose)
 
         def train(trainer: Trainer) -> None:
             trainer.train_batch()
@@ -128,7 +129,7 @@ def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
     survivors: list[Trainer] = []
     is_over = threading.Event()
     at_end = threading.Barrier(num_slots)
-    with manyhands.Peer(listen=LISTEN) as first:
+    with mortal(), manyhands.Peer(listen=LISTEN) as first:
 
         def slot(number: int) -> None:
             """Peers one after the other. Those of slot 0 never die: somebody has to live on with the state."""
@@ -185,13 +186,17 @@ def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
 
 
 def test_a_peer_called_by_an_unseen_peer_does_not_step_alone() -> None:
-    with peers(1) as (peer,):
+    with peers(2) as (peer, caller):
         trainer = Trainer(peer, "called", 8)
 
         async def call() -> None:
-            trainer.optimizer._collaboration.tracker.call_to_round()
+            reader = ProgressReader(caller.endpoint, caller.dht, "called")
+            while (record := reader.records().get(peer.peer_id)) is None:
+                await reader.refresh()
+            request = CallRequest(trainer.optimizer.manifest.fingerprint(), record.position)
+            await RunEndpoint(caller.endpoint, "called").call(peer.peer_id, CALL, request, 5.0)
 
-        peer.run(call(), 5.0, "calling")
+        caller.run(call(), 20.0, "calling")
         trainer.train_batch()
         counts = trainer.optimizer.statistics
         assert (counts.rounds_aborted, counts.steps_alone) == (1, 0)
@@ -213,8 +218,7 @@ def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() ->
     with peers(2) as (peer, liar):
         trainer = Trainer(peer, "ahead", 8)
         publish(liar, "ahead", Position(9, b"whose state nobody can get"))
-        reader = trainer.optimizer._collaboration.tracker
-        step_until(trainer.optimizer, lambda: reader._observed)
+        step_until(trainer.optimizer, lambda: trainer.optimizer.health.alone_s is None)  # it sees the liar
         for _ in range(4):
             trainer.train_batch()
         counts = trainer.optimizer.statistics
@@ -296,14 +300,15 @@ def test_a_peer_whose_program_has_lost_its_optimizer_is_not_waited_for(
 @pytest.mark.parametrize("delay", [None, "gradients"])
 def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(delay: str | None) -> None:
     with peers(2) as swarm:
+        num_to_close = len(swarm[0].presence.on_close)
         leaving, staying = (Trainer(peer, "closed", 16, delay=delay) for peer in swarm)
         in_mid_round = threading.Event()
 
-        async def never_connect(*_: Any) -> None:
+        async def never_connect(*_: Any) -> Any:
             in_mid_round.set()
             await asyncio.Event().wait()
 
-        averager_of(leaving)._streams.connect = never_connect
+        around_connects(leaving.peer.peer_id, never_connect)
 
         def train_until_closed() -> None:
             with pytest.raises(ManyhandsError, match="this peer left the run"):
@@ -318,7 +323,7 @@ def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(d
         assert (counts.rounds_aborted, counts.rounds_committed) == (1, 0)
         assert counts.samples_dropped == 0
         assert leaving.optimizer.samples_accumulated == counts.samples_computed > 0
-        assert leaving.optimizer._collaboration.close not in leaving.peer.presence.on_close
+        assert len(leaving.peer.presence.on_close) == num_to_close, "the peer has nothing of it to close"
 
 
 class InOrder(random.Random):
@@ -330,33 +335,22 @@ class InOrder(random.Random):
         x.sort(key=lambda peer_id: peer_id != self.first)
 
 
-def spoil(trainer: Trainer) -> None:
-    """Have a trainer hand out another state than it has."""
-    server = trainer.optimizer._collaboration._server
-    capture = server._capture
-
-    def capture_another() -> State:
-        state = capture()
-        state.tensors[0].add_(1.0)
-        return state
-
-    server._capture = capture_another
-
-
 @pytest.mark.parametrize("num_liars", [1, 3])
 def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, caplog: pytest.LogCaptureFixture) -> None:
     """Unless nobody hands out another one: users' own code may change it after its sums were published."""
     with peers(4) as (*swarm, newcomer):
         trainers = [Trainer(peer, "sums", 24) for peer in swarm]
         in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])  # type: ignore[misc]
+        published = [parameter.detach().clone() for parameter in trainers[0].model.parameters()]
         for trainer in trainers[:num_liars]:
-            spoil(trainer)
+            with torch.no_grad():
+                next(iter(trainer.model.parameters())).add_(1.0)
         newcomer.presence.rng = InOrder()
         newcomer.presence.rng.first = trainers[0].peer.peer_id
         late = Trainer(newcomer, "sums", 24, seed=5)
         change = 1.0 if num_liars == 3 else 0.0
-        for one, other in zip(late.model.parameters(), trainers[1].model.parameters(), strict=True):
-            assert torch.equal(one, other + change)
+        for parameter, before in zip(late.model.parameters(), published, strict=True):
+            assert torch.equal(parameter, before + change)
             change = 0.0
         if num_liars == 1:
             assert f"Peer {trainers[0].peer.peer_id} sent another state of step 1 than the majority has" in caplog.text
@@ -372,13 +366,8 @@ def test_peers_behind_are_waited_for_as_long_as_they_live() -> None:
         *ahead, behind = (Trainer(peer, "behind", 12) for peer in swarm)
         in_threads([lambda t=trainer: t.train_until(1) for trainer in (*ahead, behind)])  # type: ignore[misc]
         in_threads([lambda t=trainer: t.train_until(2) for trainer in ahead])  # type: ignore[misc]
-        one, tracker = ahead[0].optimizer, ahead[0].optimizer._collaboration.tracker
-
-        async def behind_of() -> list[PeerId]:
-            return tracker.behind()
-
-        step_until(one, lambda: ahead[0].peer.run(behind_of(), 5.0, "looking"))
-        assert not one.wait_for_others(0.5)
+        one = ahead[0].optimizer
+        step_until(one, lambda: not one.wait_for_others(0.5))
         kill(behind.peer)
         with Machine() as machine:
             started = time.monotonic()

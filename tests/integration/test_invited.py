@@ -29,7 +29,7 @@ from manyhands.cli.run_look_up import Scout, look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.optim.state.catching_up import download_state
 from tests.network import identity_of
-from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
+from tests.trainers import LISTEN, Trainer, in_threads, kill, mortal, new_model
 from tests.waiting import wait_until
 
 RUN = "invited"
@@ -47,7 +47,8 @@ class Run:
         self.path = folder / "charter"
         self.charter.save(self.path)
         self.state_dir = folder / "coordinator"
-        self.first = manyhands.Peer(listen=LISTEN, identity=COORDINATOR, state_dir=self.state_dir)
+        with mortal():
+            self.first = manyhands.Peer(listen=LISTEN, identity=COORDINATOR, state_dir=self.state_dir)
         assert self.first.coordinate(self.path)
 
     def ticket(self, uses: int = 1, *, role: Any = "trainer") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import VOTE, Group, Received, Vote
-from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -27,9 +26,10 @@ from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from manyhands.transport.passing import PassingStream
 from tests.network import PATIENCE_S
-from tests.phases import change_butterflies, on_driver
+from tests.phases import Connect, around_connects, change_butterflies
 from tests.swarm import RUN_ID, FixedMeeting, averagers, identity_of
 from tests.sweeps import few_of
+from tests.wire import WatchedEndpoint
 
 CONFIG = AveragingConfig(
     matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
@@ -40,7 +40,7 @@ RANKS = [0, 2]
 """The leader, and another one."""
 
 Member = tuple[RoundRunner, FixedMeeting, Endpoint]
-Lie = Callable[[RoundRunner], torch.Tensor]
+Lie = Callable[[Endpoint], torch.Tensor]
 """Has a peer lie in its next round, and gives it its values."""
 
 
@@ -53,28 +53,63 @@ def shapes_of(vector_N: torch.Tensor) -> list[tuple[int, int]]:
     return [(vector_N.numel() // 100, 100)]
 
 
-def send_unchecked(butterfly: Butterfly) -> None:
-    """Have a member send its values, unencoded, without a look at them."""
+class Forging(PassingStream):
+    """Sends other bytes in place of the first ones."""
 
-    def values(reducer: int) -> Iterator[memoryview]:
-        yield memoryview(butterfly._label_of(reducer))
-        yield bytes_of(butterfly._flat_N[butterfly.partition.spans[reducer]])
+    def __init__(self, stream: Stream, num_first: int, forged: bytes) -> None:
+        super().__init__(stream)
+        self._num_left = num_first
+        self._forged = forged
 
-    butterfly._values = values  # type: ignore[method-assign]
-    butterfly._reducer._is_finite = lambda _: True  # type: ignore[method-assign]
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        views, self._forged = [memoryview(self._forged)], b""
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            num_skipped = min(self._num_left, len(view))
+            self._num_left -= num_skipped
+            views.append(view[num_skipped:])
+        await super().send(*views)
+
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        for piece in pieces:
+            await self.send(piece)
+
+
+def labelled(numel: int, values: bytes) -> bytes:
+    """The values of a span as they travel: first their number in the whole vector, and the bytes that follow."""
+    return struct.pack("<QQ", numel, len(values)) + values
+
+
+def forge(peer_id: PeerId, values_for: Callable[[Partition, int], bytes]) -> None:
+    """Have a member send each reducer other bytes than its values."""
+    partitions: list[Partition] = []
+    change_butterflies(peer_id, lambda butterfly: partitions.append(butterfly.partition))
+
+    async def forging(connect: Connect, group: Group, rank: int, other: int, *more: Any) -> RoundStream:
+        stream = await connect(group, rank, other, *more)
+        partition = partitions[-1]
+        if other not in partition.reducers:
+            return stream
+        num_due = len(labelled(0, b"")) + partition.num_bytes[other]
+        forged = labelled(NUMEL, values_for(partition, other))
+        return RoundStream(Forging(stream.stream, num_due, forged), kept=stream.kept)
+
+    around_connects(peer_id, forging)
+
+
+def send_instead(peer_id: PeerId, values_N: torch.Tensor) -> None:
+    """Have a member send these values, unencoded, in place of its own."""
+    forge(peer_id, lambda partition, other: bytes(bytes_of(values_N[partition.spans[other]])))
 
 
 def spoil(value: float) -> Lie:
-    """It sends values that are not finite, without a look at them."""
+    """It sends values that are not finite."""
 
-    def lie(runner: RoundRunner) -> torch.Tensor:
-        def be_blind(butterfly: Butterfly) -> None:
-            send_unchecked(butterfly)
-
-        change_butterflies(runner, be_blind)
+    def lie(endpoint: Endpoint) -> torch.Tensor:
         values_N = values_of(7)
         values_N[::100] = value
-        return values_N
+        send_instead(endpoint.peer_id, values_N)
+        return values_of(7)
 
     return lie
 
@@ -82,7 +117,7 @@ def spoil(value: float) -> Lie:
 def another_vector(numel: int) -> Lie:
     """Its tensors have other shapes, though it says that it has the same model."""
 
-    def lie(runner: RoundRunner) -> torch.Tensor:
+    def lie(endpoint: Endpoint) -> torch.Tensor:
         return torch.ones(numel)
 
     return lie
@@ -91,32 +126,28 @@ def another_vector(numel: int) -> Lie:
 def another_size(factor: float) -> Lie:
     """It sends more or fewer values for each span than are due."""
 
-    def lie(runner: RoundRunner) -> torch.Tensor:
-        def resize(butterfly: Butterfly) -> None:
-            def values(reducer: int) -> Iterator[memoryview]:
-                num_bytes = int(butterfly.partition.num_bytes[reducer] * factor)
-                yield memoryview(struct.pack("<QQ", NUMEL, num_bytes))
-                yield memoryview(bytes(num_bytes))
-
-            butterfly._values = values  # type: ignore[method-assign]
-
-        change_butterflies(runner, resize)
+    def lie(endpoint: Endpoint) -> torch.Tensor:
+        forge(endpoint.peer_id, lambda partition, other: bytes(int(partition.num_bytes[other] * factor)))
         return values_of(7)
 
     return lie
 
 
-def another_round(runner: RoundRunner) -> torch.Tensor:
+def another_round(endpoint: Endpoint) -> torch.Tensor:
     """It opens its streams for another round than the one it is in."""
-    connect = runner._streams.connect
 
     async def connect_elsewhere(
-        group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, *limits: Any
+        connect: Connect, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, within_s: float
     ) -> RoundStream:
-        return await connect(group, rank, other, num_bytes, b"another round", *limits)
+        return await connect(group, rank, other, num_bytes, b"another round", within_s)
 
-    runner._streams.connect = connect_elsewhere  # type: ignore[method-assign]
+    around_connects(endpoint.peer_id, connect_elsewhere)
     return values_of(7)
+
+
+def watched(member: Member) -> WatchedEndpoint:
+    assert isinstance(member[2], WatchedEndpoint)
+    return member[2]
 
 
 def by_id(members: list[Member]) -> list[Member]:
@@ -125,7 +156,7 @@ def by_id(members: list[Member]) -> list[Member]:
 
 async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId, list[CommittedRound]]:
     """One round; the results of the honest members, who must hold their own mean."""
-    vectors = [lie(runner) if rank == liar else values_of(rank) for rank, (runner, _, _) in enumerate(members)]
+    vectors = [lie(endpoint) if rank == liar else values_of(rank) for rank, (_, _, endpoint) in enumerate(members)]
     rounds = [
         asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
         for (runner, _, _), vector_N in zip(members, vectors, strict=True)
@@ -171,15 +202,16 @@ async def test_a_member_that_sends_bad_values_or_sizes_is_left_out(lie: Lie, rea
 async def test_chunks_before_a_value_that_is_not_finite_count_and_later_ones_do_not() -> None:
     """Chunks that the same client had delivered before are good, and count; the manifest says which."""
 
-    def lie(runner: RoundRunner) -> torch.Tensor:
-        values_N = spoil(float("nan"))(runner)
-        values_N[:8000] = 1.0
-        return values_N
+    def lie(endpoint: Endpoint) -> torch.Tensor:
+        values_N = values_of(7)
+        values_N[8000::100] = float("nan")
+        send_instead(endpoint.peer_id, values_N)
+        return values_of(7)
 
     client = sorted(range(4), key=lambda number: identity_of(number).peer_id)[3]
     async with averagers(4, kind="tls", config=CONFIG, clients=(client,)) as members:
         peers = by_id(members)
-        vectors = [*map(values_of, range(3)), lie(peers[3][0])]
+        vectors = [*map(values_of, range(3)), lie(peers[3][2])]
         rounds = [
             asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
             for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
@@ -214,27 +246,23 @@ async def test_a_member_that_opens_its_streams_for_another_round_is_left_out(ran
 async def test_a_member_that_votes_too_early_is_blamed(rank: int) -> None:
     """It votes on an exchange that has not begun."""
 
-    def vote_early(driver: RoundDriver) -> None:
-        send = driver._send
-
-        async def send_early(vote: Vote) -> None:
-            await send(msgspec.structs.replace(vote, exchange=vote.exchange + 1))
-
-        driver._send = send_early  # type: ignore[method-assign]
+    async def vote_early(vote: Vote, call: Callable[[Vote], Awaitable[Received]]) -> Received:
+        return await call(msgspec.structs.replace(vote, exchange=vote.exchange + 1))
 
     async with averagers(4, kind="tls", config=CONFIG) as members:
         peers = by_id(members)
         vectors = [values_of(7) if number == rank else values_of(number) for number in range(4)]
-        on_driver(peers[rank][0], vote_early)
-        has_voted, serve = asyncio.Event(), peers[0][0]._answers._on_vote
+        voting, counting = (RunEndpoint(peers[number][2], RUN_ID) for number in (rank, 0))
+        watched(peers[rank]).changes[voting.method(VOTE).name] = vote_early
+        has_voted, serve = asyncio.Event(), watched(peers[0]).handlers[counting.method(VOTE).name]
 
         async def note(remote: PeerId, vote: Vote) -> Received:
             if remote != peers[rank][2].peer_id:
                 await has_voted.wait()  # else the others have committed before
             has_voted.set()
-            return serve(remote, vote)
+            received: Received = serve(remote, vote)
+            return received
 
-        counting = RunEndpoint(peers[0][2], RUN_ID)
         counting.unhandle(VOTE)
         counting.handle(VOTE, note)
         rounds = [
@@ -281,12 +309,11 @@ async def test_a_member_never_sends_its_own_values_that_are_not_finite(value: fl
         vectors = [torch.ones(numel) for _ in peers]
         vectors[2][at * numel // 4 + numel // 5] = value
         sent: list[bytearray] = []
-        connect = peers[2][0]._streams.connect
 
-        async def spied(*args: Any) -> RoundStream:
-            return RoundStream(Spy((await connect(*args)).stream, sent))
+        async def spied(connect: Connect, *arguments: Any) -> RoundStream:
+            return RoundStream(Spy((await connect(*arguments)).stream, sent))
 
-        peers[2][0]._streams.connect = spied  # type: ignore[method-assign]
+        around_connects(peers[2][2].peer_id, spied)
         rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))
         async with time_limit(PATIENCE_S, "waiting for the rounds"):
             results = await asyncio.gather(*rounds)

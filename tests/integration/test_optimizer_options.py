@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,14 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
+from manyhands.averaging.allreduce.streams import PartnerStreams
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.errors import ManifestMismatch, Timeout
 from manyhands.optim import ProgressConfig
+from manyhands.optim.run.progress import ProgressReader, View
+from manyhands.optim.run.tracker import ProgressTracker
 from tests.trainers import new_model, peers
 
 OTHER_AVERAGING = AveragingConfig(
@@ -24,6 +31,7 @@ OTHER_PROGRESS = ProgressConfig(
     min_refresh_s=0.3, max_refresh_s=4.0, default_refresh_s=0.7, expected_drift_peers=5.0, expected_drift_rate=0.4,
     ttl_s=12.0,
 )  # fmt: skip
+PARTS_OF_A_ROUND = (RoundRunner, Matchmaker, PartnerStreams)
 
 
 def make(peer: manyhands.Peer, **options: Any) -> manyhands.Optimizer:
@@ -31,9 +39,23 @@ def make(peer: manyhands.Peer, **options: Any) -> manyhands.Optimizer:
     return manyhands.Optimizer(inner, peer=peer, run_id="options", **{"target_batch_size": 64, **options})
 
 
-def parts(optimizer: manyhands.Optimizer) -> dict[str, Any]:
-    rounds: Any = optimizer._collaboration._rounds
-    return {"rounds": rounds, "matchmaker": rounds.matchmaker, "streams": rounds._streams}
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[type, dict[str, Any]]:
+    """By class, the arguments with which the parts of an optimizer are made."""
+    given: dict[type, dict[str, Any]] = {}
+
+    def note(part: Any) -> None:
+        init, signature = part.__init__, inspect.signature(part)
+
+        def init_and_note(self: Any, *args: Any, **options: Any) -> None:
+            given[part] = signature.bind(*args, **options).arguments
+            init(self, *args, **options)
+
+        monkeypatch.setattr(part, "__init__", init_and_note)
+
+    for part in (*PARTS_OF_A_ROUND, RoundBandwidth, ProgressTracker):
+        note(part)
+    return given
 
 
 def test_each_field_of_the_configs_differs_from_its_default() -> None:
@@ -43,33 +65,41 @@ def test_each_field_of_the_configs_differs_from_its_default() -> None:
             assert getattr(other, field.name) != getattr(default, field.name), field.name
 
 
-def test_averaging_reaches_all_parts_of_a_round() -> None:
+def test_averaging_reaches_all_parts_of_a_round(given: dict[type, dict[str, Any]]) -> None:
     with peers(1) as (peer,):
         optimizer = make(peer, averaging=OTHER_AVERAGING)
-        for name, part in parts(optimizer).items():
-            assert part._config == OTHER_AVERAGING, name
-        assert optimizer._collaboration.manifest.codec == "fp16"
-        assert parts(optimizer)["rounds"]._bandwidth.bandwidth == 10_000_000
+        for part in PARTS_OF_A_ROUND:
+            assert given[part]["config"] == OTHER_AVERAGING, part
+        assert optimizer.manifest.codec == "fp16"
+        assert given[RoundBandwidth]["declared"] == 10_000_000
 
 
-def test_the_times_reach_all_parts_of_a_round() -> None:
+def test_the_times_reach_all_parts_of_a_round(given: dict[type, dict[str, Any]]) -> None:
     with peers(1) as (peer,):
-        optimizer = make(peer, matchmaking_time_s=2.0, averaging_timeout_s=9.0)
-        for name, part in parts(optimizer).items():
-            assert (part._config.matchmaking_time_s, part._config.averaging_timeout_s) == (2.0, 9.0), name
+        make(peer, matchmaking_time_s=2.0, averaging_timeout_s=9.0)
+        for part in PARTS_OF_A_ROUND:
+            config = given[part]["config"]
+            assert (config.matchmaking_time_s, config.averaging_timeout_s) == (2.0, 9.0), part
 
 
-def test_progress_reaches_the_tracker() -> None:
+def test_progress_reaches_the_tracker(given: dict[type, dict[str, Any]]) -> None:
+    with peers(2) as (peer, other):
+        make(peer, progress=OTHER_PROGRESS)
+        assert given[ProgressTracker]["config"] == OTHER_PROGRESS
+        reader = ProgressReader(other.endpoint, other.dht, "options")
+
+        async def read() -> None:
+            while peer.peer_id not in reader.records():
+                await reader.refresh()
+            assert reader.records()[peer.peer_id].ttl_s == 12.0
+
+        other.run(read(), 20.0, "reading")
+
+
+def test_the_target_reaches_the_tracker_and_a_lead_is_taken(given: dict[type, dict[str, Any]]) -> None:
     with peers(1) as (peer,):
-        tracker = make(peer, progress=OTHER_PROGRESS)._collaboration.tracker
-        assert tracker._config == OTHER_PROGRESS
-        assert tracker.own.ttl_s == 12.0
-
-
-def test_the_target_reaches_the_tracker_and_a_lead_is_taken() -> None:
-    with peers(1) as (peer,):
-        collaboration = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration
-        assert collaboration.tracker.target_batch_size == 48
+        make(peer, target_batch_size=48, batch_size_lead=8)
+        assert given[ProgressTracker]["target_batch_size"] == 48
 
 
 @pytest.mark.parametrize("local_steps", [None, manyhands.LocalSteps(fragments=4)])
@@ -93,13 +123,14 @@ def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
         helper = make(two, auxiliary=True)
         helper.step()
         assert helper.num_peers == 1
-        tracker = trainer._collaboration.tracker
 
         async def read() -> None:
-            await tracker.refresh()
-            assert tracker.records()[two.peer_id].is_auxiliary
-            assert not tracker.view.trainers
-            assert list(tracker.view.expected) == [two.peer_id]
+            reader = ProgressReader(one.endpoint, one.dht, "options")
+            await reader.refresh()
+            assert reader.records()[two.peer_id].is_auxiliary
+            assert not reader.trainers()
+            view = View(reader.observed(), reader.records()[two.peer_id].position)
+            assert list(view.expected) == [two.peer_id]
 
         one.run(read(), 5.0, "reading")
         assert trainer.num_peers == 1

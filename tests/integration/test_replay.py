@@ -19,11 +19,12 @@ from manyhands.averaging.messages import Position, RoundManifest, SpanResult, di
 from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
-from manyhands.averaging.state.server import StateServer, framed
+from manyhands.averaging.state.server import StateServer, framed, receive_framed
 from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import catching_up
 from manyhands.optim.state.catching_up import (
+    MAX_HEADER_BYTES,
     STREAM_KIND,
     KeptStep,
     MissedStep,
@@ -101,6 +102,29 @@ async def fetched(newcomer: Endpoint, donor: Donor, position: Position) -> Misse
     return await fetch_step(newcomer, RUN_ID, donor.peer_id, position, plan_of_code)
 
 
+async def kept_by(donor: Donor, newcomer: Endpoint) -> list[bool]:
+    """Whether a donor hands out each of the steps that it has made."""
+    return [await fetched(newcomer, donor, manifest.position) is not None for manifest, _ in donor.made]
+
+
+async def sent_by(donor: Donor, newcomer: Endpoint) -> tuple[KeptStep, list[bytes]]:
+    """The first step as a donor sends it: what it says of the step, and the encoded means by piece."""
+    request = msgspec.msgpack.encode(ReplayRequest(RUN_ID, START))
+    stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, request, 5.0)
+    await receive_framed(stream.receive_into, donor.peer_id, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
+    step = await receive_framed(stream.receive_into, donor.peer_id, KeptStep, MAX_HEADER_BYTES, "a step")
+    plan, start, pieces = plan_of_code(step.codec), 0, []
+    for stops in step.stops:
+        bounds = [start, *stops]
+        piece = bytearray(sum(plan.num_bytes(*chunk) for chunk in itertools.pairwise(bounds)))
+        if piece:
+            await stream.receive_into(memoryview(piece))
+        pieces.append(bytes(piece))
+        start = bounds[-1]
+    newcomer.release(stream)
+    return step, pieces
+
+
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
 async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
     async with run(codec) as (donors, newcomer):
@@ -121,9 +145,9 @@ async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own
         donor.keeper.for_newcomers = False
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-            assert not donor.keeper._steps
+            assert await kept_by(donor, newcomer) == [False]
             await make_steps(donors, 1, may_be_lacking=True)
-            assert len(donor.keeper._steps) == 1
+            assert await kept_by(donor, newcomer) == [False, True]
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +155,12 @@ async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.Monkey
     async with run() as (donors, newcomer):
         donor = donors[0]
         await make_steps(donors, 1)
-        assert not donor.keeper._steps
+        assert await kept_by(donor, newcomer) == [False]
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 2)
-            assert len(donor.keeper._steps) == 2
+            assert await kept_by(donor, newcomer) == [False, True, True]
         await make_steps(donors, 1)
-        assert not donor.keeper._steps
-        assert await fetched(newcomer, donor, START) is None
+        assert await kept_by(donor, newcomer) == [False] * 4
 
 
 async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_gap() -> None:
@@ -146,9 +169,7 @@ async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_ga
         donor.server.state_bytes = 2 * 4 * NUMEL // 3  # two vectors of int8
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 4)
-            assert len(donor.keeper._steps) == 2
-            assert await fetched(newcomer, donor, START) is None
-            assert await fetched(newcomer, donor, donor.made[2][0].position) is not None
+            assert await kept_by(donor, newcomer) == [False, False, True, True]
 
 
 def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
@@ -171,7 +192,7 @@ def with_manifest(**fields: object) -> Callable[[KeptStep, list[bytes]], tuple[K
 
 
 LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]] = {
-    "not what was committed": lambda kept, pieces: (kept, altered(pieces)),
+    "differ from what was committed": lambda kept, pieces: (kept, altered(pieces)),
     "sent a step from": lambda kept, pieces: (
         msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, position=Position(7, b"else"))),
         pieces,
@@ -196,8 +217,7 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
         liar = donors[0]
         with liar.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-        kept, pieces = liar.keeper._steps[0]
-        told, sent = LIES[reason](kept, [piece.numpy().tobytes() for piece in pieces])
+        told, sent = LIES[reason](*await sent_by(liar, newcomer))
 
         async def lie(remote: object, header: bytes, stream: Stream) -> None:
             await stream.send(framed(ReplayAnswer(has_step=True)), framed(told), *filter(None, sent))
@@ -215,7 +235,8 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
         donor = donors[0]
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-        kept = msgspec.structs.replace(donor.keeper._steps[0][0], stops=[[NUMEL * i // 60] for i in range(1, 61)])
+        step, _ = await sent_by(donor, newcomer)
+        kept = msgspec.structs.replace(step, stops=[[NUMEL * i // 60] for i in range(1, 61)])
 
         async def trickle(remote: object, header: bytes, stream: Stream) -> None:
             await stream.send(framed(ReplayAnswer(has_step=True)), framed(kept))

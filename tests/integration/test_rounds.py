@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -25,7 +28,6 @@ from manyhands.averaging.messages import (
     JoinResponse,
     Member,
     Position,
-    Received,
     RoundManifest,
     SpanResult,
     StreamHeader,
@@ -36,19 +38,26 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.presence import next_position
 from manyhands.averaging.round import driver as round_driver
 from manyhands.averaging.round.driver import RoundDriver
-from manyhands.averaging.round.exchange import Contribution
+from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.transport.memory import MemoryStream
-from tests.integration.test_liars import send_unchecked
+from tests.integration.test_liars import send_instead
 from tests.network import PATIENCE_S
-from tests.phases import before_voting, change_butterflies, change_first_vote, on_driver
+from tests.phases import (
+    around_connects,
+    around_rounds,
+    before_voting,
+    change_first_vote,
+    rounds_of,
+)
 from tests.swarm import RUN_ID, FixedMeeting, averagers, endpoints, identity_of
 from tests.sweeps import few_of
+from tests.wire import Change, Handler, WatchedEndpoint
 
 PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0, chunk_bytes=4096)
 """A round that waits for one of its bounds fails the test by being slow."""
@@ -61,6 +70,7 @@ class Peer:
     """One member of a test's swarm."""
 
     def __init__(self, number: int, averager: RoundRunner, roster: FixedMeeting, endpoint: Endpoint) -> None:
+        assert isinstance(endpoint, WatchedEndpoint)
         self.averager, self.roster, self.endpoint = averager, roster, endpoint
         self.run = RunEndpoint(endpoint, RUN_ID)
         self.peer_id = endpoint.peer_id
@@ -71,11 +81,24 @@ class Peer:
 
     async def kill(self) -> None:
         """Vanish without a word, as a killed process does."""
-        self.endpoint._handlers.clear()
-        self.endpoint._book._known.clear()
-        self.endpoint._streams.abort_all()
-        for listener in self.endpoint._listeners:
-            await listener.close()
+        await self.endpoint.wire.cut()
+
+    def asked(self, method: Method[Any, Any]) -> Sequence[tuple[PeerId, Any]]:
+        """Who has asked it, and what."""
+        return self.endpoint.asked[self.run.method(method).name]
+
+    def handler(self, method: Method[Any, Any]) -> Handler:
+        """What answers such calls here."""
+        return self.endpoint.handlers[self.run.method(method).name]
+
+    def answer_by(self, method: Method[Any, Any], handler: Handler) -> None:
+        """Have another handler answer such calls here."""
+        self.run.unhandle(method)
+        self.run.handle(method, handler)
+
+    def ask_by(self, method: Method[Any, Any], change: Change) -> None:
+        """Have this peer make such calls otherwise."""
+        self.endpoint.changes[self.run.method(method).name] = change
 
 
 def by_id(members: Sequence[tuple[RoundRunner, FixedMeeting, Endpoint]]) -> list[Peer]:
@@ -112,14 +135,11 @@ def stop_before_reducing(peer: Peer) -> asyncio.Event:
     """Have a peer stand still once its group has formed; the event tells that it has."""
     has_formed = asyncio.Event()
 
-    async def stand_still() -> Any:
+    async def stand_still(*_: object) -> Any:
         has_formed.set()
         await asyncio.Event().wait()
 
-    def change(driver: RoundDriver) -> None:
-        driver.run = stand_still  # type: ignore[method-assign]
-
-    on_driver(peer.averager, change)
+    around_rounds(peer.peer_id, stand_still)
     return has_formed
 
 
@@ -233,10 +253,10 @@ async def test_a_leader_that_leaves_the_run_refuses_the_peers_that_wait_for_it()
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
-        await until(lambda: leader.averager.matchmaker._machine.is_wanted)
+        await until(lambda: member.roster.num_calls)  # it looks for a group
         request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0), 5.0)
         call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
-        await until(lambda: leader.averager.matchmaker._waiting)
+        await until(lambda: leader.asked(JOIN))
         await leader.averager.close()
         async with time_limit(PATIENCE_S, "waiting for the answers"):
             (own,) = await asyncio.gather(*tasks, return_exceptions=True)
@@ -277,10 +297,10 @@ def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
     """Have a leader tell the verdict to ``num_told`` members; the event tells that they have their answer."""
     told = asyncio.Event()
     answered: list[PeerId] = []
-    answer = leader.averager._answers._on_ask
+    answer = leader.handler(ASK_VERDICT)
 
     async def answer_some(remote: PeerId, query: VerdictQuery) -> Verdict:
-        verdict = await answer(remote, query)
+        verdict: Verdict = await answer(remote, query)
         if verdict.is_known and len(answered) >= num_told:
             told.set()
             await asyncio.Event().wait()
@@ -288,8 +308,7 @@ def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
             answered.append(remote)
         return verdict
 
-    leader.run.unhandle(ASK_VERDICT)
-    leader.run.handle(ASK_VERDICT, answer_some)
+    leader.answer_by(ASK_VERDICT, answer_some)
     return told
 
 
@@ -341,8 +360,18 @@ async def test_a_leader_whose_round_is_interrupted_ends_it_for_all_at_once(num_t
 
 
 async def never(*_: Any) -> Any:
-    """In place of a call to the leader."""
     await asyncio.Event().wait()
+
+
+def ask_nothing(peer: Peer) -> None:
+    """Have a member ask nobody how its round goes on."""
+
+    async def ask(query: VerdictQuery, call: Callable[[VerdictQuery], Awaitable[Verdict]]) -> Verdict:
+        if query.group_id != NOBODY:  # that one asks whether a peer is there
+            await never()
+        return await call(query)
+
+    peer.ask_by(ASK_VERDICT, ask)
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
@@ -351,7 +380,7 @@ async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_firs
     async with averagers(4, kind=kind, config=PATIENT) as members:
         leader, *others = by_id(members)
         late, may_vote = others[0], asyncio.Event()
-        before_voting(late.averager, may_vote.wait)
+        before_voting(late.peer_id, may_vote.wait)
         (leading,), tasks = start([leader]), start(others)
         result = await leading
         leaving = asyncio.ensure_future(leader.averager.close())
@@ -370,7 +399,7 @@ async def test_a_member_about_to_vote_hears_the_verdict_though_all_others_leave_
     async with averagers(4, kind=kind, config=PATIENT) as members:
         late, may_vote = by_id(members)[1], asyncio.Event()
         others = [peer for peer in by_id(members) if peer.peer_id != late.peer_id]
-        before_voting(late.averager, may_vote.wait)
+        before_voting(late.peer_id, may_vote.wait)
 
         async def leave(peer: Peer) -> CommittedRound:
             result = await peer.average()
@@ -393,18 +422,15 @@ async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhi
     async with averagers(4, config=PATIENT) as members:
         leader, *others = by_id(members)
         victim = others[0]
-        before_voting(victim.averager, never)
-
-        def ask_nothing(driver: RoundDriver) -> None:
-            driver._ask_leader = never  # type: ignore[method-assign]
-
-        on_driver(victim.averager, ask_nothing)
+        before_voting(victim.peer_id, never)
+        ask_nothing(victim)
         (leading,), tasks = start([leader]), start(others)
         await leading
         await outcomes(tasks[1:])
         monkeypatch.setattr(round_driver, "ANSWER_S", 1e6)
         leaving = asyncio.ensure_future(leader.averager.close())
-        await until(lambda: leader.averager._answers._news._tasks)
+        await turns(50)
+        assert not leaving.done()
         await victim.kill()
         async with time_limit(PATIENCE_S, "waiting for the leader to leave"):
             await leaving
@@ -415,18 +441,15 @@ async def test_a_leader_that_leaves_in_mid_round_waits_until_the_others_know(mon
     """Its own attempt is still going on, and so is that of a member that has not asked yet."""
     async with averagers(4, config=PATIENT) as members:
         leader, *others = by_id(members)
-
-        def ask_nothing(driver: RoundDriver) -> None:
-            driver._ask_leader = never  # type: ignore[method-assign]
-
-        before_voting(leader.averager, never)
-        before_voting(others[0].averager, never)
-        on_driver(others[0].averager, ask_nothing)
+        before_voting(leader.peer_id, never)
+        before_voting(others[0].peer_id, never)
+        ask_nothing(others[0])
+        begun = rounds_of(leader.peer_id)
         monkeypatch.setattr(round_driver, "ANSWER_S", 30.0)
         tasks = start([leader, *others])
-        await until(lambda: leader.averager._answers._rounds)
+        await until(lambda: begun)
         leaving = asyncio.ensure_future(leader.averager.close())
-        await until(lambda: leader.averager._answers._untold == {others[0].peer_id})
+        await outcomes(tasks[2:])  # these know how it has ended
         await turns(50)
         assert not leaving.done()
         await others[0].kill()
@@ -442,13 +465,13 @@ async def test_a_member_that_aborted_in_doubt_does_not_pass_that_on_as_a_verdict
         leader, doubting, asking = by_id(members)
         for peer in (leader, doubting):
             peer.roster.missing = [asking.peer_id]
-        tell_only(leader, 0)
+        told, begun = tell_only(leader, 0), rounds_of(leader.peer_id)
         dying, tasks = start([leader]), start([doubting])
-        await until(lambda: leader.averager._answers._verdicts)
-        group_id = next(iter(leader.averager._answers._verdicts))
+        await told.wait()  # the leader knows the verdict
         await leader.kill()
         assert all(isinstance(result, RoundAborted) for result in await outcomes(tasks, 5.0))
-        answer = await asking.run.call(doubting.peer_id, ASK_VERDICT, VerdictQuery(group_id), 2.0)
+        query = VerdictQuery(begun[0].group.group_id)
+        answer = await asking.run.call(doubting.peer_id, ASK_VERDICT, query, 2.0)
         assert not answer.is_known
         await end(dying)
 
@@ -462,7 +485,7 @@ async def test_the_majority_commits_though_a_member_dies_before_it_votes() -> No
             has_result.set()
             await asyncio.Event().wait()
 
-        before_voting(victim.averager, never_vote)
+        before_voting(victim.peer_id, never_vote)
         dying, tasks = start([victim]), start(others)
         await has_result.wait()
         await victim.kill()
@@ -479,7 +502,7 @@ async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_a
 
     async with averagers(3, config=PATIENT) as members:
         *others, unlucky = by_id(members)
-        change_first_vote(unlucky.averager, lose)
+        change_first_vote(unlucky.peer_id, lose)
         results = await outcomes(start([*others, unlucky]))
         assert results[2].averaged_N is None
         assert results[2].manifest == results[0].manifest
@@ -489,10 +512,10 @@ async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_a
 async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None:
     """The votes of both commit the round; a member that left before would be behind."""
     config = replace(PATIENT, matchmaking_time_s=0.2, averaging_timeout_s=1.0, in_doubt_timeout_s=0.01)
-    async with averagers(2, config=config) as members:
+    first = min(identity_of(number).peer_id for number in range(2))
+    async with averagers(2, config=config, config_of={first: PATIENT}) as members:
         leader, member = by_id(members)
-        leader.averager._config = PATIENT
-        before_voting(leader.averager, lambda: asyncio.sleep(1.3))
+        before_voting(leader.peer_id, lambda: asyncio.sleep(1.3))
         await committed([leader, member])
 
 
@@ -532,30 +555,46 @@ async def test_a_member_that_dies_after_it_answered_its_invitation_is_not_waited
         assert isinstance(second, CommittedRound), second
 
 
+def num_tasks() -> int:
+    """Tasks that search for a group, or make a round."""
+    names = [task.get_name() for task in asyncio.all_tasks()]
+    return sum(name.startswith(("matchmaking: ", "rounds: ", "a round: ", "an exchange: ")) for name in names)
+
+
+def in_memory() -> Counter[str]:
+    """Parts of rounds that are in memory, and futures, by kind."""
+    gc.collect()
+    kinds = (RoundDriver, Exchange, Contribution, RoundStream, asyncio.Future)
+    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+
+
+async def make_failing_rounds(peers: Sequence[Peer]) -> None:
+    for attempt in range(12):
+        tasks = start(peers)
+        await turns(20 * attempt)
+        await end(tasks[2:])  # its training thread is interrupted, while its network lives on
+        for result in await outcomes(tasks[:2], 5.0):
+            assert isinstance(result, (RoundAborted, CommittedRound))
+        for peer in peers:
+            peer.roster.missing.clear()
+    async with time_limit(5.0, "waiting for the streams of the rounds to end"):
+        while any([await peer.endpoint.wire.num_open() > 4 for peer in peers]):  # two control connections, two kept
+            await asyncio.sleep(0)
+    await until(lambda: num_tasks() == 0)
+    await committed(peers)
+
+
 async def test_failed_rounds_leave_nothing_behind() -> None:
     config = replace(PATIENT, matchmaking_time_s=0.2, in_doubt_timeout_s=0.1, stream_timeout_s=0.2)
     async with averagers(3, config=config) as members:
         peers = by_id(members)
         num_listeners = len(peers[0].endpoint.on_lost)
-        for attempt in range(12):
-            tasks = start(peers)
-            await turns(20 * attempt)
-            await end(tasks[2:])  # its training thread is interrupted, while its network lives on
-            for result in await outcomes(tasks[:2], 5.0):
-                assert isinstance(result, (RoundAborted, CommittedRound))
-            for peer in peers:
-                peer.roster.missing.clear()
-        await until(lambda: all(len(peer.endpoint._streams) <= 4 for peer in peers))  # control connections
-        for peer in peers:
-            averager = peer.averager
-            assert averager._streams._awaited == {}
-            assert averager._answers._rounds == {}
-            assert len(averager._answers._verdicts) <= 16
-            assert averager.matchmaker._waiting == {}
-            assert averager.matchmaker._looking is None
-            assert len(peer.endpoint.on_lost) == num_listeners
-            assert len(averager._tasks) == len(averager.matchmaker._tasks) == 0
-        await committed(peers)
+        await make_failing_rounds(peers)
+        before = in_memory()
+        await make_failing_rounds(peers)
+        more = in_memory() - before
+        assert more.total() < 4, more  # not something of each round
+        assert all(len(peer.endpoint.on_lost) == num_listeners for peer in peers)
 
 
 # members that stand still
@@ -590,7 +629,7 @@ class Ice:
     def freeze(self, peer: Peer, *, towards: Peer | None = None, bulk_only: bool = False) -> None:
         self._frozen.append(
             lambda stream, num_bytes: (
-                stream._owner == peer.peer_id
+                stream.other.remote == peer.peer_id
                 and (towards is None or stream.remote == towards.peer_id)
                 and (not bulk_only or num_bytes > 2000)
             )
@@ -634,22 +673,14 @@ async def test_a_member_that_freezes_is_noticed_by_any_member_that_waits_for_it(
     client = sorted(range(3), key=lambda number: identity_of(number).peer_id)[1]
     async with averagers(3, clients=(client,), config=PATIENT, rpc_config=HEARTBEATS) as members:
         leader, waiting, victim = peers = by_id(members)
-        connect = victim.averager._streams.connect
-
-        async def connect_and_freeze(group: Group, rank: int, other: int, *more: Any) -> Any:
-            stream = await connect(group, rank, other, *more)
-            if other == 1:
-                ice.freeze(victim, towards=waiting, bulk_only=True)
-            return stream
-
-        victim.averager._streams.connect = connect_and_freeze  # type: ignore[method-assign]
+        ice.freeze(victim, towards=waiting, bulk_only=True)
+        begun = rounds_of(leader.peer_id)
         tasks = start(peers)
-        await until(lambda: leader.averager._answers._rounds)
-        (this,) = leader.averager._answers._rounds.values()
-        count = this.machine.count
+        await until(lambda: begun)
+        count, rank = begun[0].machine.count, begun[0].machine.rank
         assert count is not None
-        await until(lambda: this.machine.rank in count.votes)
-        assert count.votes[this.machine.rank].digest, "it holds the result, and could commit with one more vote"
+        await until(lambda: rank in count.votes)
+        assert count.votes[rank].digest, "it holds the result, and could commit with one more vote"
         ice.freeze(victim)
         for result in await outcomes(tasks[:2], 5.0):
             assert isinstance(result, CommittedRound), result
@@ -662,14 +693,14 @@ async def test_a_member_that_freezes_is_noticed_by_any_member_that_waits_for_it(
 async def test_a_member_does_not_wait_for_what_the_others_have_given_up(rank: int) -> None:
     """Their exchange fails whatever they try, and the round has an end."""
 
-    async def give_up(*_: Any) -> torch.Tensor:
+    async def give_up(*_: Any) -> RoundStream:
         raise RoundAborted("it gave up")
 
     async with averagers(4, config=replace(PATIENT, stream_timeout_s=0.2)) as members:
         peers = by_id(members)
         for peer in peers:
             if peer is not peers[rank]:
-                peer.averager._streams.connect = give_up  # type: ignore[method-assign]
+                around_connects(peer.peer_id, give_up)
         for result in await outcomes(start(peers), 5.0):
             assert isinstance(result, RoundAborted)
             assert "it gave up" in result.reason
@@ -679,18 +710,17 @@ async def test_a_member_whose_vote_is_lost_votes_again() -> None:
     """Its connection breaks under the vote; the leader is still there, and needs it."""
     async with averagers(2, config=PATIENT) as members:
         leader, member = by_id(members)
-        count = leader.averager._answers._on_vote
+        count = leader.handler(VOTE)
         num_votes = 0
 
-        async def break_the_first(remote: PeerId, vote: Vote) -> Received:
+        async def break_the_first(remote: PeerId, vote: Vote) -> Any:
             nonlocal num_votes
             num_votes += 1
             if num_votes == 1:
                 raise Unavailable("the connection broke")
             return count(remote, vote)
 
-        leader.run.unhandle(VOTE)
-        leader.run.handle(VOTE, break_the_first)
+        leader.answer_by(VOTE, break_the_first)
         await committed([leader, member])
         assert num_votes == 2
 
@@ -722,10 +752,12 @@ async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
 
         late.endpoint.open_bulk = open_late  # type: ignore[method-assign]
         unlucky.endpoint.open_bulk = fail  # type: ignore[method-assign]
-        tasks = start(peers)
-        await until(lambda: unlucky.averager._streams._ended)
-        gave_up.set()
-        results = await outcomes(tasks, 5.0)
+
+        async def tell() -> None:
+            gave_up.set()
+
+        before_voting(unlucky.peer_id, tell)
+        results = await outcomes(start(peers), 5.0)
         assert all(isinstance(result, CommittedRound) for result in results), results
         held = [result.averaged_N for result in results]
         assert held[2] is None, "it does not hear the others"
@@ -773,8 +805,7 @@ async def test_a_group_that_is_not_for_this_peer_is_refused(spoil: Callable[[Gro
             group = Group(b"nonce", liar.peer_id, request.position, [own, request.member])
             return JoinResponse(spoil(group, request.member))
 
-        liar.run.unhandle(JOIN)
-        liar.run.handle(JOIN, lie)
+        liar.answer_by(JOIN, lie)
         with pytest.raises(RoundAborted, match="a group that is not for this peer"):
             await victim.average()
         assert victim.roster.missing == [liar.peer_id]
@@ -812,7 +843,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         await client.endpoint.connect(caller.endpoint.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
             await caller.run.call(client.peer_id, JOIN, good, 2.0)
-        assert not leader.averager.matchmaker._machine.is_wanted
+        assert leader.roster.num_calls == 0, "nobody waits for it"
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
@@ -827,8 +858,7 @@ async def test_a_member_that_sends_values_that_are_not_finite_is_left_out(rank: 
     async with averagers(3, config=PATIENT) as members:
         peers = by_id(members)
         liar = peers[rank]
-        liar.values_N = torch.full((NUMEL,), float("nan"))
-        change_butterflies(liar.averager, send_unchecked)
+        send_instead(liar.peer_id, torch.full((NUMEL,), float("nan")))
         honest = [peer for peer in peers if peer is not liar]
         mean = torch.stack([peer.values_N for peer in honest]).mean(dim=0)
         for peer, result in zip(peers, await outcomes(start(peers)), strict=True):
@@ -861,10 +891,10 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
-        join = liar.averager.matchmaker._on_join
+        join = liar.handler(JOIN)
 
         async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
-            response = await join(remote, request)
+            response: JoinResponse = await join(remote, request)
             assert response.group is not None
             groups.append(response.group)
             return response
@@ -872,9 +902,8 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
         async def lie(remote: PeerId, query: VerdictQuery) -> Verdict:
             return Verdict(False) if query.group_id == NOBODY else Verdict(True, forge(groups[0], b"digest"))
 
-        for method, handler in ((JOIN, remember), (ASK_VERDICT, lie)):
-            liar.run.unhandle(method)
-            liar.run.handle(method, handler)
+        liar.answer_by(JOIN, remember)
+        liar.answer_by(ASK_VERDICT, lie)
         lying, tasks = start([liar]), start(others)
         await aborted_then_committed_without(liar, others, tasks)
         await end(lying)
@@ -894,15 +923,11 @@ async def test_a_leader_that_tells_one_member_another_group_causes_no_second_res
     """It counts the votes itself, so the members notice it among themselves: they do not meet in the exchange."""
     async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
-        join, count, ask = (
-            liar.averager.matchmaker._on_join,
-            liar.averager._answers._on_vote,
-            liar.averager._answers._on_ask,
-        )
+        join, count, ask = map(liar.handler, (JOIN, VOTE, ASK_VERDICT))
         told: list[Group] = []
 
         async def tell(remote: PeerId, request: JoinRequest) -> JoinResponse:
-            response = await join(remote, request)
+            response: JoinResponse = await join(remote, request)
             assert response.group is not None
             if remote == others[-1].peer_id:
                 told[:] = [response.group, change(response.group)]
@@ -912,19 +937,19 @@ async def test_a_leader_that_tells_one_member_another_group_causes_no_second_res
         def own_id(group_id: bytes) -> bytes:
             return told[0].group_id if told and group_id == told[1].group_id else group_id
 
-        def take(remote: PeerId, vote: Vote) -> Received:
+        def take(remote: PeerId, vote: Vote) -> Any:
             return count(remote, msgspec.structs.replace(vote, group_id=own_id(vote.group_id)))
 
         async def answer(remote: PeerId, query: VerdictQuery) -> Verdict:
-            verdict = await ask(remote, msgspec.structs.replace(query, group_id=own_id(query.group_id)))
+            verdict: Verdict = await ask(remote, msgspec.structs.replace(query, group_id=own_id(query.group_id)))
             if remote == others[-1].peer_id and (manifest := verdict.manifest) is not None:
                 fitting = told[1].manifest(manifest.digest, manifest.parts, {0, 1, 2, 3} - manifest.left_out)
                 return msgspec.structs.replace(verdict, manifest=fitting)
             return verdict
 
-        for method, handler in ((JOIN, tell), (VOTE, take), (ASK_VERDICT, answer)):
-            liar.run.unhandle(method)
-            liar.run.handle(method, handler)
+        liar.answer_by(JOIN, tell)
+        liar.answer_by(VOTE, take)
+        liar.answer_by(ASK_VERDICT, answer)
         lying, tasks = start([liar]), start(others)
         results = await outcomes(tasks, 20.0)
         held = [one for one in results if isinstance(one, CommittedRound) and one.averaged_N is not None]
@@ -937,10 +962,10 @@ async def test_a_member_that_hears_early_what_was_committed_believes_no_other_co
     """It is told before it has voted, and then finds that it holds the same means."""
     async with averagers(3, config=PATIENT) as members:
         liar, other, late = by_id(members)
-        ask = liar.averager._answers._on_ask
+        ask = liar.handler(ASK_VERDICT)
 
         async def answer(remote: PeerId, query: VerdictQuery) -> Verdict:
-            verdict = await ask(remote, query)
+            verdict: Verdict = await ask(remote, query)
             if remote == late.peer_id and (manifest := verdict.manifest) is not None:
                 forged = msgspec.structs.replace(
                     manifest, weights=[1.0, 0.0, 1.0], parts=[SpanResult(0, NUMEL, 0, [1])]
@@ -948,16 +973,12 @@ async def test_a_member_that_hears_early_what_was_committed_believes_no_other_co
                 return msgspec.structs.replace(verdict, manifest=forged)
             return verdict
 
-        liar.run.unhandle(ASK_VERDICT)
-        liar.run.handle(ASK_VERDICT, answer)
-        before_voting(late.averager, lambda: until(lambda: is_told(late)))
+        liar.answer_by(ASK_VERDICT, answer)
+        begun = rounds_of(late.peer_id)
+        before_voting(late.peer_id, lambda: until(lambda: begun[0].machine.verdict is not None))
         first, second, third = await outcomes(start([liar, other, late]))
         assert first.manifest == second.manifest != third.manifest
         assert third.averaged_N is None
-
-
-def is_told(peer: Peer) -> bool:
-    return all(driver.machine.verdict is not None for driver in peer.averager._answers._rounds.values())
 
 
 NESTED = b"\x81\xa1?" + b"\x91" * 60_000 + b"\xc0"  # lists in lists, under a key that nobody knows
@@ -979,7 +1000,11 @@ async def test_streams_that_nobody_asked_for_do_no_harm(unreadable: bytes) -> No
         await committed(peers)
         for stream in (garbage, *waiting):
             stranger.release(stream)
-        await until(lambda: not peers[0].averager._streams._awaited)
+        await turns(50)
+        another = await stranger.open_bulk(target.peer_id, STREAM_KIND, header, 5.0)
+        await turns(50)
+        assert target.counters["protocol_violations"] == 2, "the first one that waited is forgotten"
+        stranger.release(another)
 
 
 async def test_votes_of_strangers_count_nothing() -> None:
@@ -988,9 +1013,10 @@ async def test_votes_of_strangers_count_nothing() -> None:
         for peer in (leader, member, absent):
             peer.roster.missing = [stranger.peer_id]
         stop_before_reducing(absent)
+        begun = rounds_of(leader.peer_id)
         tasks = start([leader, member, absent])
-        await until(lambda: leader.averager._answers._rounds)
-        ((group_id, this),) = leader.averager._answers._rounds.items()
+        await until(lambda: begun)
+        group_id, count = begun[0].group.group_id, begun[0].machine.count
         voting = [
             asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, 0, [b"forged"] * 3), 0.2))
             for _ in range(3)
@@ -998,8 +1024,8 @@ async def test_votes_of_strangers_count_nothing() -> None:
         for error in await asyncio.gather(*voting, return_exceptions=True):
             assert isinstance(error, Refused)
             assert error.code == "not_a_member"
-        assert this.machine.count is not None
-        assert [b"forged"] * 3 not in [vote.digests for vote in this.machine.count.votes.values()]
+        assert count is not None
+        assert [b"forged"] * 3 not in [vote.digests for vote in count.votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
             await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", 0, [b"forged"]), 1.0)
         await end(tasks)

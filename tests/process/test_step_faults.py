@@ -166,7 +166,7 @@ def test_a_process_that_was_frozen_notices_it_reloads_and_goes_on() -> None:
         def watch() -> None:
             try:
                 command.wait_for("ready")
-                process = psutil.Process(command._process.pid)
+                process = psutil.Process(command.pid)
                 before = trainers[0].optimizer.global_step
                 process.suspend()
                 time.sleep(FROZEN_S)

@@ -19,11 +19,12 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
-from tests.phases import Phase, on_phase
+from tests.phases import Phase, forget, on_phase
 from tests.simulation.worlds import join
 
 NUMEL = 32
@@ -84,6 +85,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
     Args:
         p_fail: each peer fails with this probability in each ``STEP_S``: it is killed and started again, or frozen.
     """
+    forget()  # what peers of an earlier run did
     world = World(seed)
     world.network.default_link.latency_s = 0.02
     world.network.default_link.jitter_s = 0.005
@@ -113,7 +115,6 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
             batch_size_per_step=BATCH_SIZE,
             averaging=AveragingConfig(codec="none", max_group_size=max_group_size),
         )
-        watch_rounds(optimizer)
         generator = torch.Generator().manual_seed(own_rng.getrandbits(32))
         counts, last_step, num_loaded = optimizer.statistics, optimizer.global_step, optimizer.statistics.states_loaded
         while True:
@@ -137,7 +138,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
                 if counts.disagreement is not None:
                     run.told.append(counts.disagreement)
 
-    def watch_rounds(optimizer: Optimizer) -> None:
+    def watch_rounds(peer_id: PeerId) -> None:
         came_at = 0.0
 
         def note(phase: Phase) -> None:
@@ -147,7 +148,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
             elif phase is Phase.FORMED:
                 run.matchmaking_s.append(world.loop.time() - came_at)
 
-        on_phase(optimizer._collaboration._rounds, note)
+        on_phase(peer_id, note)
 
     def fail() -> None:
         for name in names:
@@ -171,6 +172,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
         world.loop.call_later(FREEZE_S, world.thaw, name)
 
     for name in names:
+        watch_rounds(world.identity(name).peer_id)
         world.start(name, peer)
     if p_fail > 0:
         world.loop.call_at(num_peers * START_PERIOD_S + SETTLE_S, fail)

@@ -23,7 +23,7 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.phases import Phase, change_butterflies, on_phase
+from tests.phases import Phase, change_butterflies, forget, on_phase
 from tests.swarm import FixedMeeting
 
 NUMEL = 60_000
@@ -144,7 +144,7 @@ class RoundWorld:
         config = replace(self.config, bandwidth_mbit_s=says_mbit_s)
         roster = FixedMeeting(endpoint, others)
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
-        on_phase(runner, lambda phase: self._entered(host.name, phase))
+        on_phase(endpoint.peer_id, lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner
         find_group = runner.matchmaker.find_group
 
@@ -155,7 +155,7 @@ class RoundWorld:
 
         runner.matchmaker.find_group = find_and_note  # type: ignore[method-assign]
         if host.name in self.stuck:
-            get_stuck(runner, self.stuck[host.name])
+            get_stuck(endpoint.peer_id, self.stuck[host.name])
         try:
             if not is_client:
                 await endpoint.listen([Address.of(host.ip, 0)])
@@ -262,6 +262,7 @@ class RoundWorld:
 
     def run(self, duration_s: float = BOUND_S + START_S) -> None:
         """Run it; all programs must stop without a leak."""
+        forget()  # what peers of an earlier world did
         self.world.run(duration_s, stop_within_s=20.0)
 
     # what came of it
@@ -282,7 +283,7 @@ class RoundWorld:
         return max(self.outcomes[name].time for name in names)
 
 
-def get_stuck(runner: RoundRunner, what: str) -> None:
+def get_stuck(peer_id: PeerId, what: str) -> None:
     """Have a member stand still in its exchange, where it answers calls all the same."""
 
     async def stand_still(*_: object) -> None:
@@ -296,7 +297,7 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
         else:
             butterfly._reduce = stand_still  # type: ignore[method-assign]
 
-    change_butterflies(runner, change)
+    change_butterflies(peer_id, change)
 
 
 def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:

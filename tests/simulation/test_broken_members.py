@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from manyhands.averaging import AveragingConfig, messages
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
@@ -26,19 +28,22 @@ from manyhands.averaging.messages import (
     Position,
 )
 from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity, PeerId
-from manyhands.dht.config import DhtConfig
+from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.issuing import Issuer
+from manyhands.dht.messages import STORE, StoreRequest
+from manyhands.dht.records import AgedRecord
+from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
-from manyhands.transport.api import Stream
-from tests.phases import change_butterflies
+from manyhands.transport.passing import PassingStream
+from tests.phases import Average, Connect, around_averages, around_connects, change_butterflies
 from tests.simulation.round_faults import send_unlike_means
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm, together
 from tests.simulation.worlds import join
@@ -68,10 +73,6 @@ def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(inputs), inputs[:, :30])
 
 
-def rounds_of(member: Member) -> RoundRunner:
-    return member.optimizer._collaboration._rounds
-
-
 # members
 
 
@@ -86,12 +87,11 @@ def run_with_liar(lie: Lie, num_honest: int = 3) -> tuple[Swarm, dict[str, int]]
     def train(member: Member) -> None:
         together(len(names), member)
         if member.name == "liar":
-            average = rounds_of(member).average
 
-            async def lying(flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
+            async def lying(average: Average, flat_N: torch.Tensor, weight: float, **options: Any) -> CommittedRound:
                 return await average(*lie(flat_N, weight), **options)
 
-            rounds_of(member).average = lying  # type: ignore[method-assign]
+            around_averages(member.peer.peer_id, lying)
         for step in range(10 * NUM_STEPS):
             others_are_done = swarm.done >= set(HONEST[:num_honest]) - {member.name}
             if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
@@ -109,7 +109,7 @@ def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None
     swarm, _ = run_with_liar(lambda flat_N, weight: (flat_N, 2.0**52))
     honest = [swarm.members[name] for name in HONEST]
     for member in honest:
-        assert member.optimizer._replica.lineage_samples < 20_000, "a hundred times the median each time, at most"
+        assert member.optimizer.statistics.samples_of_all < 20_000, "a hundred times the median each time, at most"
         assert member.optimizer.statistics.rounds_committed == NUM_STEPS
 
 
@@ -148,7 +148,7 @@ class Stranger:
         self.endpoint = RunEndpoint(presence.endpoint, RUN_ID)
         self.reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
         self.loop = asyncio.get_running_loop()
-        self.fingerprint = next(iter(swarm.members.values())).optimizer._collaboration.manifest.fingerprint()
+        self.fingerprint = next(iter(swarm.members.values())).optimizer.manifest.fingerprint()
         self.honest = [member.peer.peer_id for member in swarm.members.values()]
         self.position = Position(0, b"")
         self.is_leading = self.is_claiming = False
@@ -176,7 +176,14 @@ class Stranger:
             value = record_at(self.position, 0, [address], seat=seat, sketch=b"some")
             issuer = Issuer(identity, DhtConfig(), self.host.wall_clock)
             records.append(issuer.issue(peer_key(RUN_ID, PROGRESS_KIND), identity.peer_id, value, 30.0))
-        await self.presence.dht._writer._write(records)
+        aged = [AgedRecord(record, 0.0) for record in records]
+
+        async def store_at(peer_id: PeerId) -> None:
+            for start in range(0, len(aged), MAX_STORED_RECORDS):
+                request = StoreRequest(aged[start : start + MAX_STORED_RECORDS])
+                await self.presence.endpoint.call(peer_id, STORE, request, 5.0)
+
+        await asyncio.gather(*map(store_at, self.honest), return_exceptions=True)
 
     async def call_all(self) -> None:
         request = CallRequest(self.fingerprint, self.position)
@@ -354,7 +361,7 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     ],
 )
 def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
-    averaging_timeout_s: float, *, goes_on: bool
+    averaging_timeout_s: float, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
 ) -> None:
     """It has the lowest id, and after a while its groups never form, also if it ``goes_on`` to come to those of others.
 
@@ -369,20 +376,23 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
         await asyncio.sleep(3600.0)
         raise AssertionError
 
+    attendees = GridAssignment.attendees
+
+    def leading_nobody(assignment: GridAssignment) -> Attendees:
+        who = attendees(assignment)
+        is_the_one = who.own_id == swarm.world.identity(names[0]).peer_id and swarm.world.loop.time() >= QUIET_S
+        return replace(who, is_client=True) if is_the_one else who
+
+    monkeypatch.setattr(GridAssignment, "attendees", leading_nobody)
+
     def train(member: Member) -> None:
         together(len(names), member)
-        attendees = rounds_of(member).matchmaker._meeting.attendees
-
-        def leading_nobody(who: Attendees) -> Attendees:
-            return replace(who, is_client=True)
-
         loop, number, seen, step = swarm.world.loop, names.index(member.name), 0, 0
         while loop.time() < QUIET_S + attack_s:
             if number == 0 and loop.time() >= QUIET_S:
-                matchmaker = rounds_of(member).matchmaker
-                matchmaker._endpoint.unhandle(JOIN)
-                matchmaker._endpoint.handle(JOIN, never)
-                matchmaker._meeting.attendees = lambda: leading_nobody(attendees())  # type: ignore[method-assign]
+                endpoint = RunEndpoint(member.peer.endpoint, RUN_ID)
+                endpoint.unhandle(JOIN)
+                endpoint.handle(JOIN, never)
                 if not goes_on:
                     member.peer.sleep(1.0)
                     continue
@@ -411,28 +421,29 @@ def steps_beside_a_trickling_member(slow_s: float, end_s: float) -> list[tuple[f
     names = sorted(["a", "b", "c", "d"], key=lambda name: swarm.world.identity(name).peer_id)
     clock = swarm.world.loop
 
-    def trickle(rounds: RoundRunner) -> None:
-        def slow_down(butterfly: Butterfly) -> None:
-            async def send_to(other: int, stream: Stream) -> None:
-                for piece in butterfly._outgoing(other):
-                    if isinstance(piece, memoryview):
-                        for byte in piece.cast("B"):
-                            await stream.send(bytes([byte]))
-                            await asyncio.sleep(0.5 if clock.time() < slow_until else 0.0)
-                    else:
-                        while not piece():
-                            await asyncio.sleep(0.5)
+    class Trickling(PassingStream):
+        async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+            for buffer in buffers:
+                for byte in memoryview(buffer).cast("B"):
+                    await super().send(bytes([byte]))
+                    await asyncio.sleep(0.5 if clock.time() < slow_until else 0.0)
 
-            if QUIET_S <= clock.time() < slow_until:
-                butterfly._send_to = send_to  # type: ignore[method-assign]
+        async def send_each(self, pieces: Iterator[memoryview]) -> None:
+            for piece in pieces:
+                await self.send(piece)
 
-        change_butterflies(rounds, slow_down)
+    async def trickle(connect: Connect, *arguments: Any) -> RoundStream:
+        stream = await connect(*arguments)
+        if not QUIET_S <= clock.time() < slow_until or isinstance(stream.stream, Trickling):
+            return stream
+        before = stream.stream.bytes_sent, stream.stream.bytes_received
+        return RoundStream(Trickling(stream.stream), before, stream.kept)
 
     def train(member: Member) -> None:
         together(len(names), member)
         number, seen, step = names.index(member.name), 0, 0
         if member.name == names[-1]:
-            trickle(rounds_of(member))
+            around_connects(member.peer.peer_id, trickle)
         while clock.time() < end_s:
             member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)
             step += 1
@@ -469,8 +480,11 @@ def test_a_member_that_was_too_slow_for_a_while_is_in_the_steps_again_soon_after
 
 
 @pytest.mark.parametrize("num_honest", few_of([3, 4]))
-def test_a_member_that_sends_different_means_to_different_members_stops_no_step(num_honest: int) -> None:
+def test_a_member_that_sends_different_means_to_different_members_stops_no_step(
+    num_honest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of its partners gets means of its own; no step was made any more."""
+    monkeypatch.setattr(RoundBandwidth, "lose_round", lambda _: None)  # it goes on to reduce although it is blamed
     swarm, times = Swarm(seed=4), []
     names = [*("a", "b", "c", "d")[:num_honest], "liar"]
     clock = swarm.world.loop
@@ -482,8 +496,7 @@ def test_a_member_that_sends_different_means_to_different_members_stops_no_step(
     def train(member: Member) -> None:
         together(len(names), member)
         if member.name == "liar":
-            change_butterflies(rounds_of(member), lie)
-            rounds_of(member)._bandwidth.lose_round = lambda: None  # type: ignore[method-assign]
+            change_butterflies(member.peer.peer_id, lie)
         number, seen, step = names.index(member.name), 0, 0
         while clock.time() < QUIET_S + ATTACK_S:
             member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)

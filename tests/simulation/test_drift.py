@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import packed
-from manyhands.optim.run.drift import BOUND, Sketch
+from manyhands.optim.run.drift import BOUND
+from manyhands.optim.step.replica import trained_of
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of
 
@@ -81,7 +82,8 @@ class Run:
 
 
 def parameters_of(member: Member) -> list[torch.Tensor]:
-    return member.optimizer._replica._parameters
+    """Those that its optimizer holds; with ``offload`` they are copies of the model's."""
+    return trained_of(member.optimizer.inner)
 
 
 def once(change: Callable[[Member], None]) -> Callable[[Member], None]:
@@ -222,16 +224,21 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
     rng = random.Random(5)
 
     def lie(member: Member) -> None:
-        replica, truth = member.optimizer._replica, type(member.optimizer._replica).sketch
-        kinds: list[Callable[[], bytes]] = [
-            lambda: packed([rng.gauss(0, 10.0 ** rng.randint(-5, 30)) for _ in range(16)]),
-            lambda: packed([float("nan")] * 16),
-            lambda: b"",
-            lambda: packed([1.0]),
-            lambda: truth(replica).sums,
+        store = member.peer.dht.store
+        kinds: list[Callable[[bytes], bytes]] = [
+            lambda _: packed([rng.gauss(0, 10.0 ** rng.randint(-5, 30)) for _ in range(16)]),
+            lambda _: packed([float("nan")] * 16),
+            lambda _: b"",
+            lambda _: packed([1.0]),
+            lambda truth: truth,
         ]
-        replica.sketch = lambda: Sketch(rng.choice(kinds)(), 1.0)  # type: ignore[method-assign]
-        member.optimizer._collaboration._drift.compare = lambda: False  # type: ignore[method-assign]
+
+        async def store_a_lie(key: str, value: Any, *more: Any, **options: Any) -> int:
+            if isinstance(value, dict) and "sketch" in value:
+                value = value | {"sketch": rng.choice(kinds)(value["sketch"])}
+            return await store(key, value, *more, **options)
+
+        member.peer.dht.store = store_a_lie  # type: ignore[method-assign]
 
     run = Run(change={"p3": once(lie)})
     members = run.go(num_steps=40)

@@ -458,9 +458,9 @@ def test_a_failed_round_changes_neither_the_agreed_nor_the_own_parameters(monkey
     swarm = Swarm(seed=12)
     num_failed = 0
 
-    def values(replica: Any) -> torch.Tensor:
-        both = [*replica._parameters, *replica.model_parameters]
-        return torch.cat([parameter.detach().reshape(-1) for parameter in both])
+    def values(replica: LocalReplica) -> torch.Tensor:
+        own = [parameter.detach().reshape(-1) for parameter in replica.model_parameters]
+        return torch.cat([replica.flat_parameters(), *own])
 
     after_inner: dict[LocalReplica, torch.Tensor] = {}
     step_inner = LocalReplica.step_inner
@@ -474,12 +474,13 @@ def test_a_failed_round_changes_neither_the_agreed_nor_the_own_parameters(monkey
     def train(member: Member) -> None:
         nonlocal num_failed
         together(2, member)
-        replica: Any = member.optimizer._replica
+        first = next(member.model.parameters())
         for batch in batches_of(int(member.name[-1]), 120):
             aborted = member.optimizer.statistics.rounds_aborted
             member.step(loss_of(member.model, batch))
             if member.optimizer.statistics.rounds_aborted > aborted:
                 num_failed += 1
+                (replica,) = [one for one in after_inner if one.model_parameters[0] is first]
                 assert torch.equal(values(replica), after_inner[replica])
             member.check_samples()
 
@@ -518,9 +519,10 @@ def test_a_newcomer_between_two_fragments_holds_what_the_others_hold() -> None:
 
     def join_late(member: Member) -> None:
         joined.append(member.optimizer.global_step)
-        model, replica = member.model, member.optimizer._replica
-        for own, agreed in zip(model.parameters(), replica._parameters, strict=True):
-            assert torch.equal(own, agreed), "its pseudo-gradient is zero"
+        own = [parameter.detach().clone() for parameter in member.model.parameters()]
+        with member.optimizer.agreed_parameters():
+            for before, agreed in zip(own, member.model.parameters(), strict=True):
+                assert torch.equal(before, agreed), "its pseudo-gradient is zero"
         assert member.optimizer.state_digest() in digests_at.get(joined[0], set())
         train_until(14)(member)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.averaging.messages import CALL, JOIN, Group, JoinRequest, JoinResponse, Position
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import Refused, RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.testing import World, at, between
@@ -244,10 +245,9 @@ def test_a_leader_that_refuses_everybody_is_not_followed(code: str) -> None:
         async def refused(remote: PeerId, request: JoinRequest) -> JoinResponse:
             raise Refused(world.ids["a"], code, "no place")
 
-        matchmaker = world["a"].matchmaker
-        assert matchmaker is not None
-        matchmaker._endpoint.unhandle(JOIN)
-        matchmaker._endpoint.handle(JOIN, refused)
+        run = RunEndpoint(world["a"].meeting.endpoint, "run")
+        run.unhandle(JOIN)
+        run.handle(JOIN, refused)
 
     world.world.loop.call_at(0.8, refuse)
     world.run()
@@ -381,9 +381,9 @@ def test_a_peer_that_does_not_answer_the_leader_is_not_waited_for_because_of_a_f
     world = search(everybody("abcd", c={"begins_s": 1.3}, d={"begins_s": None}))
 
     def deaf() -> None:
-        assert world["d"].matchmaker is not None
-        world["d"].matchmaker._endpoint.unhandle(CALL)
-        world["d"].matchmaker._endpoint.unhandle(JOIN)
+        run = RunEndpoint(world["d"].meeting.endpoint, "run")
+        run.unhandle(CALL)
+        run.unhandle(JOIN)
 
     def publish() -> None:
         world["a"].meeting.missing.remove(world.ids["d"])

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.codecs import INT8, NONE, Codec, NotFinite, Plan, plan_of
+from manyhands.averaging.codecs import INT8, NONE, Codec, Plan, plan_of
 from manyhands.base.errors import RoundAborted
+from manyhands.base.identity import PeerId
+from manyhands.transport.memory import MemoryStream
 from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 
 
@@ -60,11 +61,14 @@ async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
         await butterfly.run({})
 
 
-def test_own_values_that_cannot_be_encoded_are_not_sent() -> None:
-    plan = plan_in(INT8, 2)
+async def test_own_values_that_cannot_be_encoded_are_not_sent() -> None:
+    butterfly = butterfly_of(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan_in(INT8, 2))
+    here, there = MemoryStream(PeerId("here"), PeerId("there")), MemoryStream(PeerId("there"), PeerId("here"))
+    here.other, there.other = there, here
 
-    async def butterfly() -> Butterfly:
-        return butterfly_of(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan)
+    async def opened() -> MemoryStream:
+        return here
 
-    with pytest.raises(NotFinite):
-        list(asyncio.run(butterfly())._encoded_values(1))
+    with pytest.raises(RoundAborted, match="the values of peer peer00 are not finite"):
+        await butterfly.run({1: opened()})
+    assert here.bytes_sent == 0

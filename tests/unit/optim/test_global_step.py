@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution, GradientAccumulator
 from manyhands.optim.extra_tensors import ExtraTensors
+from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica
@@ -45,6 +47,16 @@ def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
     weights = [0.0 if is_left_out else 8.0, 8.0]
     manifest = RoundManifest(bytes(32), step.left_from, 1, [PeerId("me"), PeerId("other")], weights, [0, 0], bytes(32))
     step.outcome = Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out)
+
+
+def told_by(step: GlobalStep) -> Sketch:
+    """The sketch that the others are told."""
+    told: list[Any] = []
+    collaboration: Any = SimpleNamespace(move=lambda *arguments: told.extend(arguments))
+    step.announce(collaboration)
+    sketch = told[-1]
+    assert isinstance(sketch, Sketch)
+    return sketch
 
 
 def test_a_contribution_that_the_group_left_out_counts_in_the_next_step() -> None:
@@ -112,21 +124,23 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     step.outcome = Averaged(not_finite_N, b"there", 16, manifest, shares=shares, is_left_out=is_left_out)
     step.advance()
     assert step.refusal
-    assert step._sketch == step._replica.sketch(), "it is told all the same"
+    assert told_by(step) == replica.sketch(), "it is told all the same"
     samples.end(step)
     assert (samples.waiting, samples.statistics.samples_dropped) == ((8, 0) if is_left_out else (0, 8))
     assert parameter.tolist() == [1.0, 1.0]
 
 
 def test_a_step_publishes_a_sketch_unless_the_peer_is_alone() -> None:
-    parameter, step = new_step()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
+    step = GlobalStep(replica, Contribution(OWN_N.clone(), 8, 8.0))
     commit(step)
     step.advance()
-    assert step._sketch == step._replica.sketch()
+    assert told_by(step) == replica.sketch()
     with torch.no_grad():
         parameter.add_(1.0)
-    assert step._sketch != step._replica.sketch(), "it is of the parameters as the step has left them"
+    assert told_by(step) != replica.sketch(), "it is of the parameters as the step has left them"
     _, alone = new_step()
     alone.use_own_gradient(PeerId("me"), can_lead=True)
     alone.advance()
-    assert alone._sketch.sums == b""
+    assert told_by(alone).sums == b""

@@ -23,6 +23,7 @@ from manyhands.optim.options import Options, made_scheduler
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.state import INNER
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
+from manyhands.optim.step.replica import trained_of
 
 ME, OTHER = PeerId("me"), PeerId("other")
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -84,7 +85,7 @@ class Trainer:
     @property
     def agreed(self) -> list[float]:
         """The first value of each agreed parameter that is trained."""
-        return [parameter.reshape(-1)[0].item() for parameter in self.replica._parameters]
+        return [parameter.reshape(-1)[0].item() for parameter in trained_of(self.replica.optimizer)]
 
     @property
     def own(self) -> list[float]:
@@ -163,10 +164,22 @@ def test_options_that_do_not_go_with_local_steps_are_refused(options: dict[str, 
 # fragments
 
 
+def fragments_of(sizes: list[int], num_fragments: int) -> list[list[int]]:
+    """The tensors, by number, that each step of a period changes."""
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    replica = LocalReplica(sgd(parameters), None, LocalSteps(fragments=num_fragments))
+    number_of = {id(parameter): number for number, parameter in enumerate(trained_of(replica.optimizer))}
+    fragments = []
+    for step in range(num_fragments):
+        replica.position = Position(step, b"")
+        fragments.append([number_of[id(parameter)] for parameter in replica.step_parameters[0]])
+    return fragments
+
+
 def test_fragments_are_about_equal_and_have_each_tensor_once() -> None:
     sizes = [700, 10, 300, 10, 400, 10, 300, 10, 256, 4]
     for num_fragments in (1, 2, 3, 5):
-        members = local_steps._fragments_of(sizes, num_fragments)
+        members = fragments_of(sizes, num_fragments)
         assert sorted(index for fragment in members for index in fragment) == list(range(len(sizes)))
         totals = [sum(sizes[index] for index in fragment) for fragment in members]
         assert max(totals) <= max(1.1 * sum(sizes) / num_fragments, 700), (num_fragments, totals)
@@ -174,8 +187,8 @@ def test_fragments_are_about_equal_and_have_each_tensor_once() -> None:
 
 
 def test_no_fragment_is_empty_even_where_tensors_are() -> None:
-    assert all(local_steps._fragments_of([5, 0, 0, 0], 4))
-    assert all(local_steps._fragments_of([0, 0, 0], 3))
+    assert all(fragments_of([5, 0, 0, 0], 4))
+    assert all(fragments_of([0, 0, 0], 3))
 
 
 def test_the_facts_of_a_run_name_what_its_peers_must_share() -> None:
@@ -225,10 +238,12 @@ def test_each_step_changes_one_fragment_and_the_weights_add_up_to_the_samples() 
 def test_no_weight_is_left_over_when_fragments_divide_it_badly() -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain))
     trainer.replica.num_fragments = 49  # 1 / 49 * 49 is not 1
-    trainer.inner._weights = [0.0] * 49
+    trainer.inner = InnerSteps(trainer.replica)
+    trainer.samples = SampleCounter(ME, trainer.replica, trainer.inner)
     trainer.batch(samples=1)
     trainer.make(trainer.begin())
-    assert trainer.inner._weights[0] == 0.0
+    trainer.replica.position = Position(0, b"")  # it is the turn of the same fragment
+    assert trainer.begin().contribution.weight == 0.0
 
 
 def test_further_inner_steps_are_merged_half_way() -> None:
@@ -451,16 +466,15 @@ def test_an_overlap_above_the_inner_steps_of_a_period_is_cut_and_that_is_said_on
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=10))
+    for _ in range(4):
+        trainer.batch(0.1)
     for _ in range(3):
-        for _ in range(4):
-            trainer.batch(0.1)
         step = trainer.begin()
         for number in range(4):
             assert not trainer.inner.must_wait, number
             trainer.batch(0.1)
         assert trainer.inner.must_wait
         trainer.make(step)
-        trainer.inner._averaged_at = trainer.inner._num_steps  # as if it had come at once
     lines = [record.message for record in caplog.records if "overlap" in record.message]
     assert lines == ["overlap_steps=10 is cut to 4, the inner steps from one average to the next"]
 
@@ -477,7 +491,10 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.L
     trainer.batch(0.1)
     trainer.begin()
     assert not caplog.records
-    assert trainer.inner._must_end_at == trainer.inner._num_steps + 3
+    for number in range(3):
+        assert not trainer.inner.must_wait, number
+        trainer.batch(0.1)
+    assert trainer.inner.must_wait
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -589,7 +606,10 @@ def test_a_missed_step_costs_nothing_of_the_fragments_that_it_does_not_change() 
     trainer.samples.load(before)
     assert trainer.samples.waiting == 0
     assert trainer.own == [0.75, 0.0], "0.5 of its own in the second fragment"
-    assert trainer.inner._weights == [0.0, 4.0]
+    step = trainer.begin()
+    assert step.contribution.weight == 0.0
+    trainer.make(step, mean=0.0)
+    assert trainer.begin().contribution.weight == 4.0 / 2
 
 
 def test_the_state_of_another_branch_ends_what_its_own_steps_have_changed() -> None:

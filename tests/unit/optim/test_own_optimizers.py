@@ -13,7 +13,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import sealed
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import made_scheduler
-from manyhands.optim.step.replica import Replica
+from manyhands.optim.step.replica import Replica, trained_of
 from tests.unit.optim.own_optimizers import OWN, Holding, Make, NeedsMore, Own, ScheduleFree, WithAttributes
 
 
@@ -27,7 +27,7 @@ def new_replica(make: Make, dtype: torch.dtype = torch.float32, *, seed: int, **
 def train(replica: Replica, num_steps: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
-        for parameter in replica._parameters:
+        for parameter in trained_of(replica.optimizer):
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
         replica.optimizer.step()
         replica.position = Position(replica.position.step + 1, b"there")
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_exact_too(kind: str) -> None:
     train(there, 3, seed=0)
     saved = there.wrapped.state_dict()
     with torch.no_grad():
-        for own, theirs in zip(here._parameters, there._parameters, strict=True):
+        for own, theirs in zip(trained_of(here.optimizer), trained_of(there.optimizer), strict=True):
             own.copy_(theirs)
     here.load(saved, there.place())
     assert digest(here) == digest(there)
@@ -72,7 +72,7 @@ def test_a_checkpoint_of_a_model_of_another_precision_is_cast_as_torch_does() ->
     here = new_replica(torch.optim.Adam, torch.bfloat16, seed=1)
     train(there, 1, seed=0)
     here.load(there.wrapped.state_dict(), there.place())
-    assert here.optimizer.state[here._parameters[0]]["exp_avg"].dtype == torch.bfloat16
+    assert here.optimizer.state[trained_of(here.optimizer)[0]]["exp_avg"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("is_in_eval", [False, True], ids=["train", "eval"])

@@ -35,7 +35,8 @@ def change_a_value(model: Any) -> None:
 
 def change_a_name(model: Any) -> None:
     layer = model[0][2]
-    layer.other = layer._parameters.pop("weight")
+    layer.other = layer.weight
+    del layer.weight
 
 
 def exchange_two_values(model: Any) -> None:

@@ -277,14 +277,11 @@ async def test_a_peer_that_does_not_fit_the_run_signs_nothing() -> None:
 
 async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
     dht: Any = FakeDht()
-    other = keeper_of(dht, "z", changed(target_batch_size=1))
-    publish = other._publish
 
-    async def publish_at_the_same_time() -> None:
+    async def another_begins() -> None:
         dht.put(KEY, "a", published(MANIFEST), sequence=1)
-        await publish()
 
-    other._publish = publish_at_the_same_time  # type: ignore[method-assign]
+    other = ManifestKeeper(dht, PeerId("z"), changed(target_batch_size=1), another_begins, b"")
     with pytest.raises(ManifestMismatch):
         await other.agree()
     assert await signers(dht) == ["a"]
@@ -327,13 +324,14 @@ async def test_thousands_of_different_manifests_of_strangers_are_not_all_decoded
         dht.put(KEY, f"a liar {number}", published(changed(target_batch_size=1000 + number)), sequence=1)
     for name in ("signer", "signer too"):
         dht.put(KEY, name, published(MANIFEST), sequence=1)
-    decoded: list[bytes] = []
-    decode = manifest_module._decode
+    num_decoded = 0
+    decompressobj = zlib.decompressobj
 
-    def counted(value: bytes, run_id: str) -> RunManifest:
-        decoded.append(value)
-        return decode(value, run_id)
+    def counted() -> Any:
+        nonlocal num_decoded
+        num_decoded += 1
+        return decompressobj()
 
-    monkeypatch.setattr(manifest_module, "_decode", counted)
+    monkeypatch.setattr(zlib, "decompressobj", counted)
     assert await read_manifest(dht, "run") == (MANIFEST, ["signer", "signer too"])
-    assert len(decoded) <= MAX_DIFFERENT + 2
+    assert 0 < num_decoded <= MAX_DIFFERENT + 2

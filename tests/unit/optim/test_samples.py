@@ -30,7 +30,8 @@ class Trainer:
         self.parameter = torch.nn.Parameter(torch.ones(2))
         self.replica = Replica(optimizer_type([self.parameter], lr=0.5), None)
         self.replica.position = BEFORE
-        self.samples = SampleCounter(ME, self.replica, GradientAccumulator([self.parameter], ExtraTensors()))
+        self.accumulator = GradientAccumulator([self.parameter], ExtraTensors())
+        self.samples = SampleCounter(ME, self.replica, self.accumulator)
 
     def batch(self, gradient: float = 1.0, *, at_step: int = BEFORE.step, is_overflow: bool = False) -> None:
         self.parameter.grad = torch.full((2,), gradient)
@@ -91,7 +92,7 @@ def test_samples_of_an_attempt_without_an_average_wait_for_the_next_one(error: R
     step.error = error  # None after an interrupt
     trainer.samples.end(step)
     assert trainer.counts == WAIT
-    assert trainer.samples._accumulator.was_out
+    assert trainer.accumulator.was_out
 
 
 def test_samples_wait_where_the_update_was_not_begun() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -159,7 +160,9 @@ def change_rate(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
 
 
 def change_schedule(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
-    scheduler._schedulers[1].last_epoch += 1
+    state = copy.deepcopy(scheduler.state_dict())
+    state["_schedulers"][1]["last_epoch"] += 1
+    scheduler.load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", [change_parameter, change_statistic, change_counter, change_rate, change_schedule])

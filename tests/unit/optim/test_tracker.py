@@ -38,6 +38,8 @@ class Run:
     def __init__(self, endpoint: Endpoint, config: ProgressConfig, target_batch_size: int) -> None:
         self.dht: Any = FakeDht()
         self.endpoint = endpoint
+        self.connected: set[PeerId] = set()
+        endpoint.is_connected = self.connected.__contains__  # type: ignore[method-assign]
         self.tracker = ProgressTracker(
             endpoint, self.dht, "run", target_batch_size, HERE, config, is_auxiliary=False, began_at=0.0
         )
@@ -82,9 +84,12 @@ async def test_a_trainer_without_a_new_sample_for_long_is_idle_unless_it_is_busy
     async with run_of_one() as run:
         run.tracker.start()
         await until(lambda: run.tracker.is_idle)
-        assert run.tracker._record_to_publish() is None
+        num_stored = len(run.dht.stored)
+        await run.tracker.publish()
+        assert len(run.dht.stored) == num_stored
         run.tracker.is_busy = True
-        assert run.tracker._record_to_publish() is not None
+        await run.tracker.publish()
+        assert len(run.dht.stored) > num_stored
         run.tracker.is_busy = False
         run.tracker.report(4, 1.0)
         assert not run.tracker.is_idle
@@ -486,13 +491,19 @@ async def test_in_a_crowd_the_peer_that_would_lead_reads_first(are_clients: bool
         assert run.tracker.is_worth_a_look() == is_first
 
 
-async def test_records_are_read_less_and_less_often_at_the_target() -> None:
-    config = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0)
+async def test_records_are_read_less_and_less_often_at_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, delays = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0), list[float]()
+
+    async def note(_: asyncio.Event, seconds: float) -> None:
+        delays.append(seconds)
+        if len(delays) == 7:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("manyhands.optim.run.tracker.wait_at_most", note)
     async with run_of_one(config) as run:
         await run.hears(BOB, samples=10)
-        delays = [0.5]
-        for _ in range(6):
-            delays.append(run.tracker._next_read_s(delays[-1]))
+        run.tracker.start()
+        await until(lambda: len(delays) == 7)
         assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
 
 
@@ -603,5 +614,5 @@ async def test_a_host_follows_a_client_once_that_is_connected() -> None:
         run.tracker.load(Position(0, b"begin"), 0)
         assert not run.tracker.is_on_best_branch(), "a newcomer waits"
         assert run.tracker.branches.waits_for_clients()
-        run.tracker.branches._is_connected = lambda peer_id: peer_id == BOB
+        run.connected.add(BOB)
         assert run.tracker.leading_branch().holders == (BOB,)
