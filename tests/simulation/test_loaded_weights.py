@@ -206,7 +206,7 @@ def test_a_step_in_the_background_says_that_it_overwrites_what_a_loop_does(
         alone(train, delay=delay, target_batch_size=4)
         texts = [text for text in caplog.messages if "while a step was made in the background" in text]
         assert len(texts) == does_clip
-        assert all("load weights after optimizer.settle()" in text for text in texts)
+        assert all("load weights only after optimizer.settle()" in text for text in texts)
 
 
 def test_with_offload_weights_that_one_peer_loads_into_a_run_are_corrected_as_without() -> None:
