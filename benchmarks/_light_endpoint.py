@@ -210,6 +210,8 @@ class LightEndpoint:
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._is_linked(self._network.of(peer_id))
 
+    carries_bulk = is_connected
+
     def is_client(self, peer_id: PeerId) -> bool:
         return False
 

@@ -2,6 +2,8 @@
 
     python benchmarks/reach.py --json FILE [--setups public,client,...] [--drop-s 60]
     python benchmarks/reach.py --json FILE --clients 16,256
+    python benchmarks/reach.py --json FILE --pairs
+    python benchmarks/reach.py --json FILE --swarm 8 --mbit-s 20
 
 Two ordinary peers train a small model. Another one joins, in a process and a network namespace of its own
 (benchmarks/_routers.py). It gets their addresses and no option that says how it is connected, except in ``tunnel``:
@@ -14,7 +16,7 @@ Two ordinary peers train a small model. Another one joins, in a process and a ne
   unannounced router      the router forwards its port, but the peer announces its private address only
   two routers             a port-preserving router behind another one
   only port 443 out       a firewall lets out connections to that port only; both ordinary peers listen there
-  one peer on port 443    the same, and the second of the ordinary peers listens elsewhere
+  one peer on port 443    the same, and the second of the ordinary peers listens elsewhere; both relay (``--relay``)
 
 JSON: a list of ``{setup, joins, contributes, first_contribution_s, advice, peer_s, mode, drops, others_aborted}``:
 
@@ -38,6 +40,15 @@ their threads take longer turns: with the usual ones, waiting for each other tak
   failed      rounds of clients that did not commit, or not with all peers; up to the first round with all,
               at most three do not count
   round_s     the median
+
+With ``--pairs``, one peer calls another one, each behind one of the kinds of routers of benchmarks/_pairs.py, and both
+know a public peer that relays. Of a public peer and another one, the other one calls. JSON: a list of
+``{a, b, way, connect_ms, punched_ms, mb_per_s}``: until the first call is answered, until there is a connection without
+a relay (both since the call began), and the throughput of one stream.
+
+With ``--swarm``, so many peers and one public one average ``--swarm-params`` values with int8. All have an upload of
+``--mbit-s``. JSON: a list of ``{swarm, punched_pairs, step_s, public_mb, other_mb, failed}``, medians of ``--rounds``;
+``public_mb`` is what the public peer sends in a step, ``other_mb`` one of the others.
 """
 
 from __future__ import annotations
@@ -45,6 +56,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -60,6 +72,7 @@ from typing import Any
 import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _memory import free_at_once, peak_own_bytes, start_peak
+from _pairs import KINDS, RELAY_MBIT_S, SWARMS, measure_pair, measure_swarm
 from _relay import Relay, RelayTunnel
 from _routers import Host, bridged, internet, public_ip
 from _star import enter, why_not
@@ -67,6 +80,7 @@ from _worker import Worker
 
 import manyhands
 from manyhands.averaging import AveragingConfig
+from manyhands.rpc import RpcConfig
 from manyhands.tunnels import TunnelKeeper
 
 PORT = 31337
@@ -76,6 +90,8 @@ NEWCOMER, RELAY = 2, 3  # the numbers of hosts; 0 and 1 are the ordinary peers
 HTTPS = 443
 PORTS = {"only port 443 out": (HTTPS, HTTPS), "one peer on port 443": (HTTPS, PORT)}
 """Where the ordinary peers listen, if not both at ``PORT``."""
+RELAYED = ("one peer on port 443",)
+"""Set-ups in which the ordinary peers relay."""
 SETUPS = {
     "public": Host(),
     "client": Host(has_firewall=True),
@@ -119,12 +135,15 @@ class Trainer:
         }  # fmt: skip
         self._tunnel: RelayTunnel | None = None
 
-    def start(self, initial_peers: list[str], port: int, relay: str | None) -> list[str]:
+    def start(self, initial_peers: list[str], port: int, relay: str | None, relays: bool = False) -> list[str]:
         """Join and begin to train; returns its addresses."""
         began = time.perf_counter()
         self._tunnel = RelayTunnel(relay) if relay is not None else None
         before_joining = TunnelKeeper(self._tunnel).start if self._tunnel is not None else None
-        self._peer = manyhands.Peer(initial_peers, listen=[f"{LISTEN}/{port}"], before_joining=before_joining)
+        self._peer = manyhands.Peer(
+            initial_peers, listen=[f"{LISTEN}/{port}"], before_joining=before_joining,
+            rpc_config=RpcConfig(relay_mbit_s=RELAY_MBIT_S if relays else None),
+        )  # fmt: skip
         self._seen["peer_s"] = time.perf_counter() - began
         self._thread = threading.Thread(target=self._train, args=(self._peer, not initial_peers), daemon=True)
         self._thread.start()
@@ -201,9 +220,10 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
         if is_tunnel:
             stack.enter_context(Worker(Relay, names[RELAY], drop_s)).call("ready")
             watch_s = drop_s + AFTER_DROP_S
-        addresses = workers[0].call("start", [], ports[0], None)
+        relays = setup in RELAYED
+        addresses = workers[0].call("start", [], ports[0], None, relays)
         _wait_for(workers[:1], "step")  # so that the next one finds the run
-        addresses += workers[1].call("start", addresses, ports[1], None)
+        addresses += workers[1].call("start", addresses, ports[1], None, relays)
         _wait_for(workers[:NEWCOMER], "first_s")
         aborted = sum(worker.call("report")["aborted"] for worker in workers[:NEWCOMER])
         newcomer = workers[NEWCOMER]
@@ -365,6 +385,12 @@ def main() -> None:
     parser.add_argument("--clients", type=counts, help="measure so many clients instead, for example 16,256")
     parser.add_argument("--params", type=positive_int, default=100_000, help="with --clients (default: 100000)")
     parser.add_argument("--rounds", type=positive_int, default=3, help="with --clients (default: 3)")
+    parser.add_argument("--pairs", action="store_true", help="measure pairs of peers behind routers instead")
+    parser.add_argument("--swarm", type=positive_int, help="measure so many peers behind routers instead")
+    parser.add_argument("--mbit-s", type=positive, default=20.0, help="with --swarm: upload of each (default: 20)")
+    parser.add_argument(
+        "--swarm-params", type=positive_int, default=12_000_000, help="with --swarm (default: 12000000)"
+    )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if (reason := why_not()) is not None:
@@ -372,10 +398,20 @@ def main() -> None:
     for number in SIGNALS:
         signal.signal(number, leave)
     rows: list[dict[str, Any]] = []
-    cases = options.clients or options.setups
+    cases: list[Any] = options.clients or options.setups
+    if options.pairs:
+        cases = list(itertools.combinations_with_replacement(KINDS, 2))
+    elif options.swarm:
+        cases = list(SWARMS)
     with progress_of(len(cases)) as steps:
         for case in cases:
-            if options.clients:
+            if options.pairs:
+                steps.begin(" and ".join(case))
+                row = measure_pair(*case)
+            elif options.swarm:
+                steps.begin(f"{options.swarm} peers: {case}")
+                row = measure_swarm(case, options.swarm, options.swarm_params, options.mbit_s, options.rounds)
+            elif options.clients:
                 steps.begin(f"{case} clients and one ordinary peer")
                 row = measure_clients(case, options.params, options.rounds)
                 row["to_first"] = round(row["reducer_mb"] / (rows[0] if rows else row)["reducer_mb"], 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +15,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method
 from manyhands.rpc.bulk import BulkAcceptor
 from manyhands.transport import ControlStream, Stream, Transport
-from manyhands.transport.api import Listener, OnStream
+from manyhands.transport.api import Listener, OnStream, Pay, Port
 
 Handler = Callable[[PeerId, Any], Any]
 """``handler(remote, request)`` returns the answer, or an awaitable of it."""
@@ -57,6 +57,34 @@ class Wire:
         listener = await self._transport.listen(address, note)
         self._listeners.append(listener)
         return listener
+
+    async def dial_through(self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool) -> Stream:
+        stream = await self._transport.dial_through(carrier, peer_id, timeout_s, is_bulk=is_bulk)
+        self.streams.add(stream)
+        return stream
+
+    async def accept_through(self, carrier: Stream, timeout_s: float) -> Stream:
+        stream = await self._transport.accept_through(carrier, timeout_s)
+        self.streams.add(stream)
+        return stream
+
+    async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
+        await self._transport.forward(one, other, chunk_bytes, pay)
+
+    def take_port(self) -> Port:
+        return self._transport.take_port()
+
+    async def dial_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> Stream:
+        stream = await self._transport.dial_from(port, places, peer_id, timeout_s, is_bulk=is_bulk)
+        self.streams.add(stream)
+        return stream
+
+    async def accept_from(self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
+        stream = await self._transport.accept_from(port, places, peer_id, timeout_s)
+        self.streams.add(stream)
+        return stream
 
     def close(self) -> None:
         self._transport.close()

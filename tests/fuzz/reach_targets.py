@@ -21,6 +21,8 @@ from manyhands.reach.messages import (
 from manyhands.rpc.announce import ANNOUNCE, Announcement, AnnounceResponse, seen_from_outside
 from manyhands.rpc.dial_rules import may_dial
 from manyhands.rpc.dialled_back_streams import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
+from manyhands.rpc.punched_streams import PUNCH, PunchRequest, PunchResponse
+from manyhands.rpc.relayed_streams import RelayRequest
 from tests.fuzz.target import Target, decoded
 
 ADDRESSES = ["/ip4/203.0.113.7/tcp/31337", "/dns4/peer.example/tcp/1", "[::1]:7", "127.0.0.1:1"]
@@ -95,6 +97,27 @@ TARGETS = [
         run=lambda data: decoded(data, DialResponse),
         errors=_VIOLATION,
         weight=0.2,
+    ),
+    Target(
+        name=f"{PUNCH.name}.request",
+        seeds=[msgspec.msgpack.encode(PunchRequest(["/ip4/203.0.113.7/tcp/31337", "/ip6/2001:db8::1/tcp/31337"]))],
+        run=lambda data: decoded(data, PunchRequest),
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+    Target(
+        name=f"{PUNCH.name}.response",
+        seeds=[msgspec.msgpack.encode(PunchResponse(["/ip4/203.0.113.7/tcp/31337"]))],
+        run=lambda data: decoded(data, PunchResponse),
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+    Target(
+        name="relay.request",
+        seeds=[msgspec.msgpack.encode(RelayRequest(PeerId("12D3KooW"), is_bulk=True))],
+        run=lambda data: decoded(data, RelayRequest),
+        errors=_VIOLATION,
+        weight=0.5,
     ),
     Target(
         name=f"{EXAMINE.name}.request",

@@ -151,7 +151,6 @@ async def test_a_client_that_does_not_dial_in_time_is_given_up(monkeypatch: pyte
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         monkeypatch.setattr(dialled_back_streams, "DIAL_TIMEOUT_S", 0.2)
         client._book.reached_at = lambda peer_id: [LOOPBACK]  # type: ignore[method-assign]
-        client._dial_back._reached_at = client._book.reached_at
         with pytest.raises(Unavailable):
             await here.open_bulk(client.peer_id, "data", b"", 1.0)
         assert not here._dial_back._awaited

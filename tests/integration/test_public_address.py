@@ -19,11 +19,11 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.cli.options import PeerOptions
-from manyhands.cli.public_address import announce_public
+from manyhands.cli.public_address import announce_public, map_port
 from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
-from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
+from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer, mapped_by_router
 from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.network import free_port
 
@@ -173,11 +173,15 @@ class Router:
 
     Attributes:
         mappings: of ports, to hosts.
+        leases: lifetimes that were asked for, in seconds.
+        only_permanent: it refuses others than 0, as some routers do.
     """
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.mappings: dict[str, str] = {}
+        self.leases: list[str] = []
+        self.only_permanent = False
 
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> str | None:
         if request.command != "POST":
@@ -191,6 +195,9 @@ class Router:
         elif action == "GetStatusInfo":
             values = {"NewConnectionStatus": "Connected", "NewLastConnectionError": "", "NewUptime": "9"}
         elif action == "AddPortMapping":
+            self.leases.append(body.partition("<NewLeaseDuration>")[2].partition("<")[0])
+            if self.only_permanent and self.leases[-1] != "0":
+                return None
             self.mappings[port] = body.partition("<NewInternalClient>")[2].partition("<")[0]
         elif action == "DeletePortMapping":
             self.mappings.pop(port, None)
@@ -250,6 +257,50 @@ def test_a_router_maps_the_port_until_the_peer_ends() -> None:
         assert router.mappings == {str(PORT): "127.0.0.1"}
         found.release()
         assert router.mappings == {}
+
+
+def test_a_mapping_is_renewed_before_its_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_address, "LEASE_S", 1)
+    with router_with(ROUTER) as router:
+        found = mapped_by_router(PORT, "127.0.0.1")
+        assert found is not None
+        deadline = time.monotonic() + 10.0
+        while len(router.leases) < 3:
+            assert time.monotonic() < deadline, router.leases
+            time.sleep(0.05)
+        found.release()
+        assert router.mappings == {}
+        assert set(router.leases) == {"1"}
+
+
+def test_a_router_that_takes_permanent_mappings_only_gets_one() -> None:
+    with router_with(ROUTER) as router:
+        router.only_permanent = True
+        found = mapped_by_router(PORT, "127.0.0.1")
+        assert found is not None
+        assert router.leases == [str(public_address.LEASE_S), "0"]
+        assert router.mappings == {str(PORT): "127.0.0.1"}
+        found.release()
+        assert router.mappings == {}
+
+
+def test_a_peer_that_joins_announces_the_port_that_the_router_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    undo: list[Callable[[], None]] = []
+    mapped = PublicAddress(ROUTER, PORT, "the router", release=lambda: released.append("port"))
+    monkeypatch.setattr(public_address, "mapped_by_router", lambda port, gateway: mapped)
+    with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
+        local = peer.addresses
+        if any("127.0.0.1" in address for address in local):
+            pytest.skip("this machine has no other address than that of the loopback interface")
+        map_port(peer, undo.append)
+        deadline = time.monotonic() + 10.0
+        while peer.addresses[0] != f"/ip4/{ROUTER}/tcp/{PORT}/p2p/{peer.peer_id}":
+            assert time.monotonic() < deadline, peer.addresses
+            time.sleep(0.01)
+        assert peer.addresses[1:] == local
+        undo[0]()
+    assert released == ["port"]
 
 
 def test_a_router_behind_another_one_has_no_public_address() -> None:

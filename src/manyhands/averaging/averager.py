@@ -78,8 +78,8 @@ class Averager(FromHivemind):
             averager.wait_for_others()
 
     All members need lists of the same shapes, dtypes and kinds of device, in the same order. A peer in client mode
-    takes part, but reduces nothing for others. Use the Averager as a context manager, or call :meth:`close`, or close
-    the peer.
+    takes part, and reduces for others only where all clients are connected to each other. Use the Averager as a context
+    manager, or call :meth:`close`, or close the peer.
 
     Args:
         tensors: dense tensors of float16, bfloat16, float32 or float64 that share no memory, contiguous or not. The

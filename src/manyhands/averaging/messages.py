@@ -70,6 +70,10 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
 
+MAX_CLIENTS_MET = 64
+"""Most other clients of a group that a client connects to; in larger groups clients reduce nothing."""
+
+
 class Mark(enum.IntFlag):
     """Flags of a member in a manifest."""
 
@@ -86,6 +90,7 @@ class Member(msgspec.Struct, frozen=True):
         bandwidth: bytes per second that it can send, as it says; 0 if it does not know.
         may_reduce: false of a member that was blamed in its last round, and of guests while there is trouble: it owns a
             span only if nobody else can.
+        is_met: whether all other members can exchange with it although it is a client, as the leader says.
     """
 
     peer_id: PeerIdText
@@ -94,6 +99,12 @@ class Member(msgspec.Struct, frozen=True):
     weight: Weight
     bandwidth: Bandwidth = 0
     may_reduce: bool = True
+    is_met: bool = False
+
+    @property
+    def can_reduce(self) -> bool:
+        """Whether all other members can exchange with it."""
+        return self.is_met or not self.is_client
 
 
 class Group(msgspec.Struct, frozen=True, dict=True):
@@ -130,11 +141,12 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     def bandwidths(self, ranks: Collection[int]) -> list[int]:
         """Bytes per second of the reducers among the members of these ranks; the median where unknown.
 
-        0 for the other members. Clients never reduce; members with ``may_reduce=False`` do only if nobody else can.
+        0 for the other members. Clients reduce only if all others can exchange with them; members with
+        ``may_reduce=False`` do only if nobody else can.
         """
-        known = [member.bandwidth for member in self.members if member.bandwidth and not member.is_client]
+        known = [member.bandwidth for member in self.members if member.bandwidth and member.can_reduce]
         usual = statistics.median_low(known) if known else 1
-        able = {rank for rank in ranks if not self.members[rank].is_client}
+        able = {rank for rank in ranks if self.members[rank].can_reduce}
         able = {rank for rank in able if self.members[rank].may_reduce} or able
         return [member.bandwidth or usual if rank in able else 0 for rank, member in enumerate(self.members)]
 
@@ -228,17 +240,20 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
-class JoinRequest(msgspec.Struct):
+class JoinRequest(msgspec.Struct, omit_defaults=True):
     """Asks a leader for a place in its group; answered when the group closes.
 
     Attributes:
         patience_s: how long the asking peer waits for the leader's own training loop.
+        punched, relayed: clients that it can exchange with, without a relay and through one.
     """
 
     run_fingerprint: Digest
     position: Position
     member: Member
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=DAY_S)]
+    punched: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_CLIENTS_MET)] = []
+    relayed: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_CLIENTS_MET)] = []
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):

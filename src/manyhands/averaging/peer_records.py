@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.rpc import Endpoint
+from manyhands.rpc.ways import PUNCHED
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     Attributes:
         position: the peer's position; the ``step`` of an averager is the number of its round.
         is_client: whether it cannot be dialled.
+        is_punched: whether another peer that cannot be dialled either is connected to it without a relay.
+        relay: a peer that forwards its connection to another one; empty if there is none.
         ttl_s: lifetime of the record.
         seat: its place among the groups of a run that is too large for one.
         sketch: numbers computed from its values after its last step, as float32, to compare peers by; an averager
@@ -86,6 +89,9 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     tensors: Digest = b""
     summary: Annotated[str, msgspec.Meta(max_length=400)] = ""
     num_steps: Count = 0
+    # of a peer in client mode
+    is_punched: bool = False
+    relay: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     def __post_init__(self) -> None:
         numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
@@ -265,7 +271,13 @@ class PeerRecords:
 
     def _record_to_publish(self) -> PeerRecord | None:
         """The record to publish now; None to publish nothing."""
-        return msgspec.structs.replace(self.own, addresses=self._addresses())
+        return msgspec.structs.replace(self.own, addresses=self._addresses(), **self._ways())
+
+    def _ways(self) -> dict[str, Any]:
+        """The fields that say how this peer is connected to others if it cannot be dialled."""
+        ways = set(self._endpoint.ways().values()) if self._endpoint.client_mode else set()
+        relays = sorted(way.relay for way in ways if way.relay is not None)
+        return {"is_punched": PUNCHED in ways, "relay": relays[0] if relays else ""}
 
     def _addresses(self) -> list[str]:
         """This peer's addresses now: they may change while it runs."""

@@ -233,7 +233,7 @@ class PresenceTracker(PeerRecords):
         positions = {
             peer_id: record.position
             for peer_id, record in self._fitting().items()
-            if not record.is_client or self._endpoint.is_connected(peer_id)
+            if not record.is_client or self._endpoint.carries_bulk(peer_id)
         }
         leading = max(positions.values(), key=order_of, default=self.own.position)
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]

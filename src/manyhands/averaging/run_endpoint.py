@@ -35,6 +35,9 @@ class RunEndpoint:
         self.learn = endpoint.learn
         self.is_connected = endpoint.is_connected
         self.rtt_s = endpoint.rtt_s
+        self.outside = endpoint.outside
+        self.way_to = endpoint.way_to
+        self.carries_bulk = endpoint.carries_bulk
         self.held = endpoint.held
         self.release = endpoint.release
 

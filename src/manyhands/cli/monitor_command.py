@@ -215,6 +215,8 @@ def started_peer(run_id: str, network: NetworkOptions, charter: SignedCharter | 
     """
     if not network.initial_peers and network.client_mode is None:
         network = replace(network, client_mode=False)  # others must be able to dial it, also peers that it knows
+    if network.relay is None and not network.client_mode:
+        network = replace(network, relay=True)
     folder = own_folder(monitor_folder(run_id), network)
     with Start() as start:
         if folder is not None and folder.is_new:

@@ -16,7 +16,7 @@ from manyhands.cli.leaving import at_exit, leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import log_to
-from manyhands.cli.public_address import AnnouncedCheck, announce_public
+from manyhands.cli.public_address import AnnouncedCheck, announce_public, map_port
 from manyhands.peer import ALL_INTERFACES, BeforeJoining, Peer
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
@@ -28,6 +28,9 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
 DEFAULT_RUN_ID = "albert"
 """Name of a run that is begun without a name, as in the tutorials."""
+
+RELAY_MBIT_S = 100.0
+"""Default of ``--relay-mbit-s``."""
 
 Parameter(name="*", group="Tuning (each machine its own)")(TuningSettings)  # nested in TrainingSettings
 
@@ -50,11 +53,18 @@ class PeerOptions:
     """Open a tunnel to this machine and announce its address; needs manyhands[ngrok] and NGROK_AUTHTOKEN."""
 
     port_mapping: Annotated[bool, Parameter(negative="--no-port-mapping")] = True
-    """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP, NAT-PMP)."""
+    """Unless --announce or --tunnel is given: ask the router to map the port to this machine (UPnP, NAT-PMP)."""
 
     infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
     """Without --initial-peers and --announce: find this machine's public address, from its cloud, its router, a service
     on the internet, or the peers that dial it. --no-infer-address asks nobody, and maps no port."""
+
+    relay: Annotated[bool | None, Parameter(negative="--no-relay")] = None
+    """Forward averages and states, encrypted, between peers that cannot dial each other; on by default for
+    coordinators and first peers."""
+
+    relay_mbit_s: float | None = None
+    """Forward at most this many megabits per second in all; 100 by default."""
 
     identity: Path | None = None
     """File with the private key, created if missing; by default in the folder of this peer if it has one, else new."""
@@ -74,6 +84,12 @@ class PeerOptions:
             raise ConfigError(
                 f"--tunnel {self.tunnel} announces the address of the tunnel, and --announce gives another; "
                 "leave one out"
+            )
+        if self.relay_mbit_s is not None and self.relay is False:
+            raise ConfigError("--relay-mbit-s says how fast to forward, and --no-relay forwards nothing; leave one out")
+        if self.relay_mbit_s is not None and not self.relay_mbit_s > 0:
+            raise ConfigError(
+                f"--relay-mbit-s is {self.relay_mbit_s:g}; it must be above 0, or write --no-relay to forward nothing"
             )
         self.keeper()  # checks its package and its token
 
@@ -102,7 +118,20 @@ class PeerOptions:
             found = announce_public(peer, maps_port=self.port_mapping)
             if found is not None:
                 at_exit(found.release)
+        elif self.port_mapping and self.infer_address and not self.announce and self.tunnel is None:
+            map_port(peer, at_exit)
         return peer
+
+    def _rpc_config(self, *, relays: bool, max_upload_mbit_s: float | None = None) -> RpcConfig:
+        """The limits of bulk streams.
+
+        Args:
+            relays: whether this peer forwards if no option says so.
+        """
+        has_limit = self.relay_mbit_s is not None
+        is_relay = self.relay if self.relay is not None else relays or has_limit
+        relay_mbit_s = (self.relay_mbit_s or RELAY_MBIT_S) if is_relay else None
+        return RpcConfig(max_upload_mbit_s=max_upload_mbit_s, relay_mbit_s=relay_mbit_s)
 
     def _is_first(self, peer: Peer) -> bool:
         """Whether others are to join through this peer."""
@@ -118,6 +147,7 @@ class PeerOptions:
             state_dir=state_dir,
             must_join=must_join,
             before_joining=self._before_joining(),
+            rpc_config=self._rpc_config(relays=True),
         )
 
 
@@ -149,6 +179,11 @@ class NetworkOptions(PeerOptions):
                 "cannot; leave one out"
             )
         super().__post_init__()
+        if self.client_mode and (self.relay or self.relay_mbit_s is not None):
+            raise ConfigError(
+                "--relay forwards between peers that dial this one, and --client-mode says that they cannot; leave "
+                "one out"
+            )
         if self.client_mode and any(address.port for address in parse_listen_addresses(self.listen)):
             raise ConfigError(
                 "--listen names a port for others to dial, and --client-mode only dials out; leave one out"
@@ -164,7 +199,7 @@ class NetworkOptions(PeerOptions):
             state_dir=state_dir,
             must_join=must_join,
             before_joining=self._before_joining(),
-            rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
+            rpc_config=self._rpc_config(relays=False, max_upload_mbit_s=self.max_upload_mbit_s),
         )
 
 

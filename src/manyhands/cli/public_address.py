@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, DialFailed, DialReason
 from manyhands.peer import Peer, Presence
 from manyhands.reach import public_address
+from manyhands.reach.nat_pmp import default_gateway
 from manyhands.reach.public_address import PublicAddress
 from manyhands.reach.seen_host import SeenHost
 from manyhands.transport import TlsTransport
@@ -59,6 +61,35 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
         )  # fmt: skip
     peer.run(_announce_beside_local(peer, Address.of(found.host, found.port)), START_TIMEOUT_S, "announcing an address")
     return found
+
+
+def map_port(peer: Peer, at_exit: Callable[[Callable[[], None]], None]) -> None:
+    """Ask the router, in the background, to map this peer's port, and announce the public address.
+
+    Args:
+        at_exit: registers the function that deletes the mapping.
+    """
+    local = [Address.parse(text) for text in peer.addresses]
+    private = [one for one in local if one.protocol == "ip4" and not one.is_public and not one.is_loopback]
+    if not private:
+        return
+
+    def run() -> None:
+        found = public_address.mapped_by_router(private[0].port, gateway=default_gateway())
+        if found is None:
+            return
+        at_exit(found.release)
+        announcing = _announce_beside_local(peer, Address.of(found.host, found.port))
+        peer.run(announcing, START_TIMEOUT_S, "announcing an address")
+        logger.info("Others can dial this peer at %s: %s", Address.of(found.host, found.port).host_port, found.how)
+
+    def run_quietly() -> None:
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 (routers answer in many ways, and this peer may be closed by now)
+            logger.debug("no port was mapped: %s", error)
+
+    threading.Thread(target=run_quietly, daemon=True, name="mapping a port").start()
 
 
 async def _announce_beside_local(peer: Peer, address: Address) -> None:

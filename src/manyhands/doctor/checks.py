@@ -8,8 +8,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 Kind = Literal[
-    "dns", "tcp", "tls", "identity", "protocol", "dht", "clock", "dial_back", "listen", "peers", "coordinators", "run"
-]
+    "dns", "tcp", "tls", "identity", "protocol", "dht", "clock", "dial_back", "listen", "router", "peers",
+    "coordinators", "run",
+]  # fmt: skip
 
 NAMES: Final[dict[Kind, str]] = {
     "dns": "DNS",
@@ -21,6 +22,7 @@ NAMES: Final[dict[Kind, str]] = {
     "clock": "clock",
     "dial_back": "dial back",
     "listen": "listening",
+    "router": "router",
     "peers": "peers",
     "coordinators": "initial peers",
     "run": "run",

@@ -125,6 +125,8 @@ class _Examiner:
                 by_peer.setdefault(peer.peer_id, peer)
         joined = list(by_peer.values())
         self._compare_clocks(joined)
+        outside = self._presence.endpoint.outside
+        self._note("router", findings.router(outside.router, outside.hosts))
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
         return report_of(self._checks, self._presence.peer_id, loop.time() - began)
 

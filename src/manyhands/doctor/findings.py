@@ -13,6 +13,7 @@ from manyhands.doctor.checks import Finding
 from manyhands.optim.run.run_records import Run, listed
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
+from manyhands.rpc.outside import Router
 from manyhands.transport.certificate import ALPN
 from manyhands.version import __version__
 
@@ -299,6 +300,24 @@ def nothing_to_dial(bound: Sequence[Address]) -> Finding:
         False,
         "this machine listens on its loopback address only, where no other machine can dial it",
         f"--listen {bound[0].port} listens on all of its addresses; {NO_LISTENING}",
+    )
+
+
+def router(kind: Router, hosts: Sequence[str]) -> Finding:
+    """The finding about the router between this machine and the peers that it has dialled."""
+    seen = ", ".join(hosts)
+    if kind == "unknown":
+        return not_tried("no initial peer can be joined")
+    if kind == "none":
+        return Finding(True, f"none: the others see this machine at its own address, {seen}")
+    if kind == "port-preserving":
+        return Finding(
+            True, f"it keeps the ports of connections, at {seen}: peers behind other such routers can connect directly"
+        )
+    return Finding(
+        None,
+        f"it takes another port for each connection (symmetric), at {seen}: peers that cannot be dialled are reached "
+        "through a relay",
     )
 
 

@@ -255,7 +255,8 @@ def _row(
         peer_id=person.peer_id,
         name=person.name,
         state="averaging" if person.state == "training" and is_averaging else person.state,
-        reach=_reach_of(record),
+        reach=reach_of(record),
+        relay=record.relay,
         version=account.version if account is not None else "",
         device=account.device if account is not None else "",
         since=person.since,
@@ -270,10 +271,15 @@ def _row(
     )
 
 
-def _reach_of(record: PeerRecord) -> Reachability:
+def reach_of(record: PeerRecord) -> Reachability:
+    """Return how others reach a peer, by its record."""
     if record.is_auxiliary:
         return "auxiliary"
-    return "client" if record.is_client else "direct"
+    if not record.is_client:
+        return "direct"
+    if record.is_punched:
+        return "punched"
+    return "relayed" if record.relay else "client"
 
 
 def _counts(person: Person, credit: Credit) -> tuple[int, int]:

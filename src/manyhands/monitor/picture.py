@@ -18,7 +18,9 @@ SCHEMA_VERSION = 1
 PeerState = Literal["training", "averaging", "gone", "left"]
 """A peer that said goodbye has ``left``. A peer that did not, and has published nothing for 15 s, is ``gone``."""
 
-Reachability = Literal["direct", "client", "auxiliary"]
+Reachability = Literal["direct", "punched", "relayed", "client", "auxiliary"]
+"""A peer that others can dial is ``direct``. One that is connected to another of those that cannot be dialled is
+``punched`` if no relay is needed for that, else ``relayed``."""
 
 EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "restarted"]
 
@@ -28,6 +30,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: chosen by its owner; empty without one.
+        relay: the id of the peer that relays its connections; empty without one.
         since, last_seen: seconds since 1970, by the clock of this coordinator.
         step: the last global step that it has made.
         samples: its own samples in committed global steps, over all its sessions.
@@ -41,6 +44,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     state: PeerState = "training"
     reach: Reachability = "direct"
+    relay: str = ""
     version: str = ""
     device: str = ""
     since: float = 0.0

@@ -127,7 +127,7 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
 def askable(records: Mapping[PeerId, PeerRecord], endpoint: Endpoint) -> dict[PeerId, PeerRecord]:
     """The records of peers that this one can ask; those in client mode must be connected to it."""
     return {
-        peer_id: record for peer_id, record in records.items() if not record.is_client or endpoint.is_connected(peer_id)
+        peer_id: record for peer_id, record in records.items() if not record.is_client or endpoint.carries_bulk(peer_id)
     }
 
 

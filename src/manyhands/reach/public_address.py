@@ -22,6 +22,7 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from manyhands.reach.nat_pmp import PortMapping, default_gateway
 
@@ -36,7 +37,10 @@ SSDP = ("239.255.255.250", 1900)
 MAX_ANSWER = 256
 """Bytes of an answer that are read."""
 
-LEASE_S = 0  # many routers take permanent mappings only; it is deleted when the peer ends
+LEASE_S = 3600
+"""Lifetime of a mapping by UPnP; it is renewed after half of it. Some routers take only permanent mappings."""
+
+PERMANENT = 0
 MAPPING_NAME = "manyhands"
 
 
@@ -83,7 +87,7 @@ def infer(
     sources = _clouds(port, metadata)
     if maps_port:
         sources.append(
-            lambda: _from_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
+            lambda: mapped_by_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
         )
     sources += [partial(_from_service, port, service) for service in services]
     deadline = time.monotonic() + SOURCE_TIMEOUT_S
@@ -148,7 +152,17 @@ def _aws_headers(metadata: str) -> dict[str, str]:
     return {"X-aws-ec2-metadata-token": token}
 
 
-def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | None:
+def mapped_by_router(port: int, interface: str = "", gateway: str = "") -> PublicAddress | None:
+    """Ask the router to map a port to this machine, by UPnP or NAT-PMP; return the address outside.
+
+    The mapping is renewed until it is released. Takes a few seconds.
+
+    Args:
+        interface: IP address of the interface on which routers are searched for; by default the usual one.
+        gateway: IPv4 address of the router; empty if unknown.
+    Returns:
+        None if no router answers, it is behind another router, or the port is mapped to another machine.
+    """
     if not speaks_upnp() or not _has_multicast_route(interface):
         return _by_nat_pmp(port, gateway)
     import miniupnpc
@@ -169,15 +183,46 @@ def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | Non
             taken[0],
         )
         return None
-    router.addportmapping(port, "TCP", router.lanaddr, port, MAPPING_NAME, "", LEASE_S)
+    mapping = _UpnpMapping(router, port)
+    return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=mapping.release)
 
-    def release() -> None:
+
+class _UpnpMapping:
+    """A port of a router with UPnP that leads to this machine, renewed until it is released."""
+
+    def __init__(self, router: Any, port: int) -> None:
+        self._router = router
+        self._port = port
+        self._is_over = threading.Event()
+        self._turn = threading.Lock()  # the library is not thread-safe
         try:
-            router.deleteportmapping(port, "TCP")
-        except Exception as error:  # noqa: BLE001 (the router may be gone)
-            logger.debug("the mapping of port %d was not deleted: %s", port, error)
+            self._map(LEASE_S)
+        except Exception:  # noqa: BLE001 (error 725: this router takes permanent mappings only)
+            self._map(PERMANENT)
+        else:
+            threading.Thread(target=self._renew, daemon=True, name="port mapping").start()
 
-    return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=release)
+    def release(self) -> None:
+        """Delete the mapping."""
+        self._is_over.set()
+        try:
+            with self._turn:
+                self._router.deleteportmapping(self._port, "TCP")
+        except Exception as error:  # noqa: BLE001 (the router may be gone)
+            logger.debug("the mapping of port %d was not deleted: %s", self._port, error)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(LEASE_S / 2):
+            try:
+                self._map(LEASE_S)
+            except Exception as error:  # noqa: BLE001 (it may restart just now)
+                logger.warning("The router did not renew the mapping of port %d: %s; trying again", self._port, error)
+
+    def _map(self, lease_s: int) -> None:
+        with self._turn:
+            if not self._is_over.is_set():
+                own_host = self._router.lanaddr
+                self._router.addportmapping(self._port, "TCP", own_host, self._port, MAPPING_NAME, "", lease_s)
 
 
 def _has_multicast_route(interface: str) -> bool:

@@ -71,13 +71,15 @@ class Reach:
         endpoint.handle(DIAL_BACK, self._on_dial_back)
 
     def _on_examine(self, remote: PeerId, request: ExamineRequest) -> ExamineResponse:
-        host = self._endpoint.host_of(remote)
+        host = self._host_of(remote)
         return ExamineResponse(self._wall_clock(), host[:64], self._dht.num_known_peers, AGENT)
 
     async def _on_dial_back(self, remote: PeerId, request: DialBackRequest) -> DialBackResponse:
-        host = self._endpoint.host_of(remote)
+        host = self._host_of(remote)
         if not host:
-            raise Refused(self._endpoint.peer_id, "not_connected", "the connection of the caller has just ended")
+            raise Refused(
+                self._endpoint.peer_id, "not_connected", "the caller is not connected, or only through a relay"
+            )
         if self._num_under_way >= MAX_UNDER_WAY:
             self._refuse("this peer is dialling back for others; ask again in a few seconds")
         if wait_s := self._requests.take(source_of(host), asyncio.get_running_loop().time()):
@@ -89,6 +91,11 @@ class Reach:
         finally:
             self._num_under_way -= 1
         return DialBackResponse(outcomes)
+
+    def _host_of(self, remote: PeerId) -> str:
+        """Return the IP address of a caller; empty if it is unknown, as behind a relay."""
+        way = self._endpoint.way_to(remote)
+        return "" if way is None or way.relay is not None else self._endpoint.host_of(remote)
 
     def _refuse(self, message: str) -> None:
         self._endpoint.counters["refused_dial_backs"] += 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
-from manyhands.rpc.dialling import Opened
+from manyhands.rpc.dialling import Opened, OpenOne
 from manyhands.rpc.frames import Hello, Stripe
 from manyhands.rpc.serving import Guard
 from manyhands.rpc.streams import OpenStreams
@@ -22,8 +21,6 @@ from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
 """Called with (remote, header, stream) for each bulk stream. The stream is aborted when the acceptor returns."""
-
-OpenOne = Callable[[Hello], Coroutine[Any, Any, Opened]]
 
 
 class BulkStreams:

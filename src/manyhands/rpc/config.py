@@ -25,6 +25,8 @@ class RpcConfig:
         max_connections: open control connections. Above that, the one that was unused for longest is closed; if all
             are in use, the next peer is refused.
         max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
+        relay_mbit_s: megabits per second that this peer forwards between others that cannot dial each other, bulk
+            streams of all of them together; None forwards no bulk streams.
         max_known_addresses: peers whose addresses are remembered; the least recently learned is dropped first.
     """
 
@@ -36,6 +38,7 @@ class RpcConfig:
     idle_timeout_s: float = 20.0
     max_connections: int = 1024
     max_upload_mbit_s: float | None = None
+    relay_mbit_s: float | None = None
     max_known_addresses: int = 4096
 
     def __post_init__(self) -> None:
@@ -44,8 +47,11 @@ class RpcConfig:
                 f"heartbeat_period_s={self.heartbeat_period_s} and heartbeat_timeout_s={self.heartbeat_timeout_s}: "
                 "the timeout must be longer than the period; for example 4 and 8.5"
             )
-        if self.max_upload_mbit_s is not None and not self.max_upload_mbit_s > 0:
-            raise ConfigError(
-                f"max_upload_mbit_s={self.max_upload_mbit_s}: a number of megabits per second above 0 is needed, such "
-                "as 20, or None for no limit"
-            )
+        for name, value, otherwise in (
+            ("max_upload_mbit_s", self.max_upload_mbit_s, "None for no limit"),
+            ("relay_mbit_s", self.relay_mbit_s, "None to relay no bulk data"),
+        ):
+            if value is not None and not value > 0:
+                raise ConfigError(
+                    f"{name}={value}: a number of megabits per second above 0 is needed, such as 20, or {otherwise}"
+                )

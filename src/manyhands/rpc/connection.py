@@ -33,6 +33,7 @@ from manyhands.rpc.frames import (
 from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.rpc.rate import Buckets
 from manyhands.rpc.serving import Served, Serving
+from manyhands.rpc.ways import DIRECT, Way
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream
 
@@ -58,8 +59,10 @@ class ControlConnection:
         handlers: what this peer serves, by method name.
         counters: error counts, shared by the connections of one endpoint.
         is_dialled: whether this end dialled it.
+        way: how the stream leads to the other end.
 
     Attributes:
+        relays: whether the other end forwards bulk streams.
         lost: why it ended; None while it is open.
         is_retired: whether both ends agreed to close it.
         on_drain: called when the other end asks to close it.
@@ -79,11 +82,14 @@ class ControlConnection:
         call_rate: Buckets,
         *,
         is_dialled: bool,
+        way: Way = DIRECT,
     ) -> None:
         self.remote = stream.remote
         self.remote_host = stream.remote_host
         self.is_client = is_client
         self.is_dialled = is_dialled
+        self.way = way
+        self.relays = False
         self.lost: PeerLost | None = None
         self.is_retired = False
         self.on_drain: Callable[[], None] = lambda: None

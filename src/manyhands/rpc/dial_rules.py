@@ -158,13 +158,16 @@ HEARD_IN_ALL = Rate(burst=1024, period_s=0.1)
 class HeardDials:
     """Decides for one peer which of the addresses that others name are dialled.
 
-    Attributes:
-        own_hosts: as for :func:`may_dial_heard`.
+    Args:
+        own_hosts: as for :func:`may_dial_heard`; may grow.
+        per_host, in_all: rates of failed dials.
     """
 
-    def __init__(self) -> None:
-        self.own_hosts: set[str] = set()
-        self._allowance = Allowance(PER_HOST, HEARD_IN_ALL)
+    def __init__(
+        self, own_hosts: set[str] | None = None, per_host: Rate = PER_HOST, in_all: Rate = HEARD_IN_ALL
+    ) -> None:
+        self.own_hosts: set[str] = set() if own_hosts is None else own_hosts
+        self._allowance = Allowance(per_host, in_all)
 
     def refusal(self, host: str, port: int, sayer: str, now: float) -> str:
         """Count a dial; return why it is not allowed, or an empty string.

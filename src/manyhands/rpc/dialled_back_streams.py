@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
 
-from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.connection import ControlConnection
-from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.dialling import Dialler, Opened, OpenOne
 from manyhands.rpc.frames import MAX_STRIPES, Hello, Welcome, send_frame
 from manyhands.rpc.method import Method
 from manyhands.runtime.tasks import TaskOwner
@@ -30,8 +29,8 @@ from manyhands.transport.api import Stream
 DIAL_BACK = "asked"
 """The purpose in the hello of a connection that is dialled back; the header is the token."""
 
-MAX_OF_ONE_PEER = 2 * MAX_STRIPES
-"""Connections that a peer dials back and serves concurrently for one requesting peer."""
+MAX_OF_ONE_PEER = 16 * MAX_STRIPES
+"""Connections that a peer dials back and serves concurrently for one requesting peer, which may relay for others."""
 
 DIAL_TIMEOUT_S = 5.0
 TOKEN_BYTES = 16
@@ -54,7 +53,7 @@ class DialBackStreams:
     """Both sides of the dial-back, for one endpoint.
 
     Args:
-        reached_at: returns the addresses at which this peer has reached another one.
+        way_back: returns the function that opens a connection to a peer that this one has reached; None if it has not.
         serve: handles a stream as its acceptor, and releases it at the end.
         rng: for tokens, which need only be unique: one is valid only for the peer that it was sent to.
     """
@@ -64,7 +63,7 @@ class DialBackStreams:
         dialler: Dialler,
         tasks: TaskOwner,
         counters: Counter[str],
-        reached_at: Callable[[PeerId], Sequence[Address]],
+        way_back: Callable[[PeerId, float], OpenOne | None],
         hello: Callable[[str, bytes], Hello],
         serve: Callable[[Stream], Awaitable[None]],
         rng: random.Random,
@@ -72,7 +71,7 @@ class DialBackStreams:
         self._dialler = dialler
         self._tasks = tasks
         self._counters = counters
-        self._reached_at = reached_at
+        self._way_back = way_back
         self._hello = hello
         self._serve = serve
         self._rng = rng
@@ -125,8 +124,8 @@ class DialBackStreams:
 
     async def on_dial(self, remote: PeerId, request: DialRequest) -> DialResponse:
         """Dial back, and serve the connection as if the other peer had dialled it."""
-        addresses = self._reached_at(remote)
-        if not addresses:
+        open_one = self._way_back(remote, DIAL_TIMEOUT_S)
+        if open_one is None:
             self._counters["refused_asked_streams"] += 1
             raise Refused(remote, "not_reached", "this peer has never reached the requesting peer at any address")
         if self._num_of[remote] >= MAX_OF_ONE_PEER:
@@ -134,7 +133,7 @@ class DialBackStreams:
             raise Refused(remote, "busy", f"this peer already serves {MAX_OF_ONE_PEER} streams that it dialled back")
         self._num_of[remote] += 1
         try:
-            opened = await self._dialler.open(addresses, self._hello(DIAL_BACK, request.token), DIAL_TIMEOUT_S)
+            opened = await open_one(self._hello(DIAL_BACK, request.token))
         except BaseException as error:
             self._done_with(remote)
             if isinstance(error, PeerError):  # the requesting peer no longer wants the connection

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -13,6 +14,7 @@ from manyhands.base.errors import DialFailed, DialReason, PeerLost, ProtocolViol
 from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, readable, receive_frame, send_frame
 from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.ways import DIRECT, Way
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport import tcp
 from manyhands.transport.api import Stream, Transport
@@ -23,15 +25,20 @@ class Opened:
     """A stream after its hello and welcome.
 
     Attributes:
-        address: the address at which the peer was reached; None if the peer dialled back.
+        address: the address at which the peer was reached; None if it was not dialled at one.
         rtt_s: seconds from the hello to the welcome.
+        way: how it leads to the peer.
     """
 
     stream: Stream
     welcome: Welcome
     address: Address | None
     rtt_s: float
+    way: Way = DIRECT
 
+
+OpenOne = Callable[[Hello], Coroutine[Any, Any, Opened]]
+"""Opens one connection to a certain peer with a hello."""
 
 Dialled = tuple[Stream, Address]
 Dial = asyncio.Task[Dialled | DialFailed]

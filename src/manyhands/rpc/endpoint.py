@@ -31,21 +31,25 @@ from manyhands.rpc.announce import (
     seen_from_outside,
 )
 from manyhands.rpc.backoff import Backoff
-from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
+from manyhands.rpc.bulk import BulkAcceptor, BulkStreams
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.dialled_back_streams import DIAL_BACK, DIAL_BULK, DialBackStreams
-from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.dialling import Dialler, Opened, OpenOne
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.gate_protocol import Gate
 from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
+from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.pool import ConnectionPool
+from manyhands.rpc.punched_streams import PUNCH, PunchedStreams
 from manyhands.rpc.rate import Buckets
+from manyhands.rpc.relayed_streams import RELAY, RELAYED, RelayedStreams
 from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.rpc.uplink import Uplink
+from manyhands.rpc.ways import DIRECT, PUNCHED, Way
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport, is_control
 from manyhands.version import __version__
@@ -56,6 +60,9 @@ AGENT = f"manyhands/{__version__}"
 
 LOOK_PERIOD_S = 10.0
 """Seconds between two checks of this machine's addresses."""
+
+PUNCH_PAUSE_S = 1.0
+"""Seconds between two looks whether a relayed connection can be replaced by one without a relay."""
 
 REACHED_S = 600.0
 """Seconds after a dial for which a peer counts as reached although it is not connected."""
@@ -75,6 +82,7 @@ class Endpoint:
         on_announced: called when this peer has announced other addresses.
         on_moved: called with a connected peer that has announced other addresses.
         counters: errors, by kind.
+        outside: how other peers see this one's connections.
         uplink: paces uploads to distant peers.
         gates: by run id, for runs whose members must be known; see :mod:`manyhands.access`.
     """
@@ -116,8 +124,18 @@ class Endpoint:
         self._bulk = BulkStreams(self._streams, self._config, self._rng)
         self._tasks = TaskOwner("endpoint")
         self._dial_back = DialBackStreams(
-            self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream, self._rng
+            self._dialler, self._tasks, self.counters, self._way_back, self._hello, self._serve_stream, self._rng
         )
+        self._relayed = RelayedStreams(
+            transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
+            self._is_near, self._is_relayed_for,
+        )  # fmt: skip
+        self.outside = OutsideView()
+        self._punched = PunchedStreams(
+            transport, self._dialler, self._streams, self._tasks, self.counters, self.outside, self._rules.own_hosts,
+            self._pool.of, self._serve_stream,
+        )  # fmt: skip
+        self.handle(PUNCH, self._punched.on_punch)
         self.handle(DIAL_BULK, self._dial_back.on_dial)
         self.handle(ANNOUNCE, self._on_announced)
         self.uplink = Uplink(self._tasks)
@@ -347,12 +365,29 @@ class Endpoint:
         return host if is_recent or self.is_connected(peer_id) else ""
 
     def host_of(self, peer_id: PeerId) -> str:
-        """Return the IP address of a connected peer; empty if it is not connected."""
+        """Return the IP address of a connected peer, or of the peer that relays for it; empty if not connected."""
         return self._pool.host_of(peer_id)
 
     def rtt_s(self, peer_id: PeerId) -> float:
         """Return the shortest round trip to a connected peer, in seconds; infinite if unknown."""
         return self._pool.rtt_s(peer_id)
+
+    def way_to(self, peer_id: PeerId) -> Way | None:
+        """Return how the connection to a peer leads to it; None if there is none."""
+        connection = self._pool.of(peer_id)
+        return connection.way if connection is not None else None
+
+    def ways(self) -> dict[PeerId, Way]:
+        """Return how the connection to each connected peer leads to it."""
+        return {peer_id: way for peer_id in self._pool.peers() if (way := self.way_to(peer_id)) is not None}
+
+    def carries_bulk(self, peer_id: PeerId) -> bool:
+        """Whether bulk streams to a connected peer can be opened: directly, or through a relay that forwards them."""
+        connection = self._pool.of(peer_id)
+        if connection is None or connection.way.relay is None:
+            return connection is not None
+        relay = self._pool.of(connection.way.relay)
+        return relay is not None and relay.relays
 
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
         """Keep the control connection to a peer open inside the block, even without calls, for its heartbeats."""
@@ -480,6 +515,8 @@ class Endpoint:
         connection = self._pool.of(peer_id)
         if connection is not None and not self.client_mode and self.is_client(peer_id):
             return lambda hello: self._dial_back.open(connection, hello, timeout_s)
+        if connection is not None and (way_on := self._indirect(connection, timeout_s)) is not None:
+            return way_on
         addresses = self._addresses_to_dial(peer_id)
         heard = self._book.heard(peer_id)
         if connection is None or self.client_mode or connection.is_dialled:
@@ -498,6 +535,51 @@ class Endpoint:
                     raise error from None
 
         return dial_or_ask
+
+    def _indirect(self, connection: ControlConnection, timeout_s: float) -> OpenOne | None:
+        """Return the function that opens a bulk connection as the control connection was opened; None if directly."""
+        relay = connection.way.relay
+        if relay is not None:
+            return lambda hello: self._relayed.open([relay], connection.remote, hello, timeout_s)
+        if connection.way == PUNCHED:
+            return lambda hello: self._punch_or_relay(connection, hello, timeout_s)
+        return None
+
+    async def _punch_or_relay(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            return await self._punched.open(connection, hello, timeout_s / 2)
+        except Unavailable as error:
+            logger.debug("%s; a relay is asked", error)
+            return await self._relayed.open(self._pool.relays(), connection.remote, hello, deadline - loop.time())
+
+    def _way_back(self, peer_id: PeerId, timeout_s: float) -> OpenOne | None:
+        """Return the function that opens a bulk connection to a peer that this one has reached; None if it has not."""
+        connection = self._pool.of(peer_id)
+        if connection is not None and (way_on := self._indirect(connection, timeout_s)) is not None:
+            return way_on
+        addresses = self._book.reached_at(peer_id)
+        return (lambda hello: self._dialler.open(addresses, hello, timeout_s)) if addresses else None
+
+    def _is_relayed_for(self, peer_id: PeerId) -> bool:
+        """Whether this peer relays for another one: for all, or if it is in runs with charters for those they know."""
+        for gate in self.gates.values():
+            try:
+                gate.check(peer_id, for_observers=True)
+            except Refused:
+                continue
+            return True
+        return not self.gates
+
+    def _is_near(self, peer_id: PeerId) -> bool:
+        """Whether a peer is connected without a relay, or the last dial of it succeeded."""
+        connection = self._pool.of(peer_id)
+        return connection.way.relay is None if connection is not None else self._book.is_reached(peer_id)
+
+    async def _open_near(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> Opened:
+        """Open a bulk connection to a peer that is connected without a relay, or that can be dialled."""
+        return await self._opener(peer_id, timeout_s)(hello)
 
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""
@@ -540,13 +622,30 @@ class Endpoint:
     async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
         """Return a connection, or the failure as a value, since all callers may have given up."""
         try:
-            addresses = self._addresses_to_dial(peer_id)
-            hello = self._hello(CONTROL)
-            heard = self._book.heard(peer_id)
-            return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s, heard))
+            return self._opened(await self._dial_or_relay(peer_id))
         except (Unavailable, PeerError) as error:
             self._dial_failed(peer_id, error)
             return error
+
+    async def _dial_or_relay(self, peer_id: PeerId) -> Opened:
+        """Dial a peer; in client mode, ask relays if that fails, as this peer may be able to dial some peers only."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.dial_timeout_s
+        relays = [relay for relay in self._pool.relays() if relay != peer_id] if self.client_mode else []
+        hello = self._hello(CONTROL)
+        try:
+            addresses = self._addresses_to_dial(peer_id)
+            timeout_s = self._config.dial_timeout_s / 2 if relays else self._config.dial_timeout_s
+            return await self._dialler.open(addresses, hello, timeout_s, self._book.heard(peer_id))
+        except Unavailable as error:
+            if not relays:
+                raise
+            try:
+                opened = await self._relayed.open(relays, peer_id, hello, deadline - loop.time())
+            except Unavailable as failure:
+                raise Unavailable(f"{error}; {failure}") from error
+        logger.info("Peer %s cannot be dialled from here: it is %s", peer_id, opened.way)
+        return opened
 
     def _dial_failed(self, peer_id: PeerId, error: Exception) -> None:
         self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
@@ -563,14 +662,37 @@ class Endpoint:
 
     def _opened(self, opened: Opened) -> ControlConnection:
         assert is_control(opened.stream), "the purpose in the hello is control"
-        connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
+        connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True, way=opened.way)
         connection.rtt_s = opened.rtt_s
-        if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
+        connection.relays = opened.welcome.relays
+        is_first = not self._rules.own_hosts  # in client mode, and no peer named by the user was reached
+        if is_first and opened.way.relay is None:
             self._note_own_host(opened.stream.remote_host)
         if opened.address is not None:
             self._note_reached(connection.remote, opened.address, opened.stream.remote_host)
+        if opened.way is DIRECT and opened.welcome.seen_host and (ends := opened.stream.ends) is not None:
+            seen = opened.welcome.seen_host, opened.welcome.seen_port
+            if self.outside.note(connection.remote, seen, ends.here):
+                self._punched.forget_failures()
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
+        if opened.way.relay is not None:
+            self._tasks.spawn(self._punch(connection), name=f"a way to {connection.remote} without a relay")
         return connection
+
+    async def _punch(self, connection: ControlConnection) -> None:
+        """Replace a relayed connection by one without a relay; tries go on for as long as the connection is open."""
+        remote = connection.remote
+        while connection.is_open:
+            if self._punched.may_try(remote):
+                try:
+                    opened = await self._punched.open(connection, self._hello(CONTROL), self._config.dial_timeout_s)
+                except (Unavailable, PeerError):
+                    pass
+                else:
+                    self._opened(opened)
+                    logger.info("Peer %s is connected without a relay now: both have dialled at the same time", remote)
+                    return
+            await asyncio.sleep(PUNCH_PAUSE_S)
 
     def _note_reached(self, peer_id: PeerId, address: Address, host: str) -> None:
         self.learn(peer_id, [address], AddressSource.WORKED)
@@ -590,14 +712,14 @@ class Endpoint:
         self._pool.reached()
         await self._serve_stream(stream)
 
-    async def _serve_stream(self, stream: Stream) -> None:
+    async def _serve_stream(self, stream: Stream, way: Way = DIRECT) -> None:
         """Serve a stream for the purpose in its hello."""
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
                 hello = await receive_frame(stream)
             if not isinstance(hello, Hello):
                 raise ProtocolViolation(stream.remote, f"began with a {type(hello).__name__} frame")
-            await self._welcome(stream, hello)
+            await self._welcome(stream, hello, way)
         except PeerError as error:
             self.counters["protocol_violations"] += 1
             logger.warning("%s; its stream is dropped", error)
@@ -606,11 +728,14 @@ class Endpoint:
         finally:
             self._streams.release(stream)
 
-    async def _welcome(self, stream: Stream, hello: Hello) -> None:
-        welcome = Welcome(AGENT, [str(address) for address in self.addresses])
+    async def _welcome(self, stream: Stream, hello: Hello, way: Way) -> None:
+        relays = self._config.relay_mbit_s is not None
+        welcome = Welcome(AGENT, [str(address) for address in self.addresses], relays=relays)
+        if is_control(stream) and way is DIRECT and (ends := stream.ends) is not None:
+            welcome.seen_host, welcome.seen_port = ends.there
         if is_control(stream) and hello.purpose == CONTROL:
             if self._pool.has_room():
-                connection = self._new_connection(stream, hello.addresses, is_dialled=False)
+                connection = self._new_connection(stream, hello.addresses, is_dialled=False, way=way)
                 await self._run(connection, stream, welcome)
             else:
                 self.counters["refused_full"] += 1
@@ -620,6 +745,13 @@ class Endpoint:
                 await self._dial_back.arrived(stream, hello, welcome)
             except Refused as refusal:
                 await self._reject(stream, refusal.code, refusal.message)
+        elif stream.is_bulk and hello.purpose == RELAY and way.relay is None:
+            try:
+                await self._relayed.asked(stream, hello, welcome)
+            except Refused as refusal:
+                await self._reject(stream, refusal.code, refusal.message)
+        elif stream.is_bulk and hello.purpose == RELAYED and way.relay is None:
+            await self._relayed.arrived(stream, welcome)
         elif stream.is_bulk and (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
             try:
                 self._bulk.check(stream.remote, hello.purpose)
@@ -638,10 +770,13 @@ class Endpoint:
 
     # connections
 
-    def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
+    def _new_connection(
+        self, stream: ControlStream, addresses: list[str], *, is_dialled: bool, way: Way
+    ) -> ControlConnection:
         """Register a connection for calls; :meth:`_run` must follow."""
-        seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
-        self._book.announced(stream.remote, seen, stream.remote_host)
+        host = stream.remote_host if way.relay is None else ""  # of the relay
+        seen = seen_from_outside(stream.remote, addresses, host)
+        self._book.announced(stream.remote, seen, host)
         self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
         connection = ControlConnection(
             stream,
@@ -651,6 +786,7 @@ class Endpoint:
             self.counters,
             self._call_rate,
             is_dialled=is_dialled,
+            way=way,
         )
         connection.on_drain = functools.partial(self._drained, stream.remote)
         self._pool.enter(connection)

@@ -70,10 +70,18 @@ class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", omit_defaults=True):
-    """Accepts a stream; fields as in :class:`Hello`."""
+    """Accepts a stream; fields as in :class:`Hello`.
+
+    Attributes:
+        seen_host, seen_port: where the control stream comes from, as seen by the sender; empty and 0 if unknown.
+        relays: whether the sender forwards bulk streams.
+    """
 
     agent: Agent = ""
     addresses: Addresses = []
+    seen_host: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    seen_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    relays: bool = False
 
 
 class Reject(msgspec.Struct, tag="reject"):

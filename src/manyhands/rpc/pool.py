@@ -80,12 +80,23 @@ class ConnectionPool:
         """Return all connections that were not removed."""
         return [connection for group in self._connections.values() for connection in group]
 
+    def peers(self) -> list[PeerId]:
+        """Return the peers with connections that were not removed."""
+        return list(self._connections)
+
     def of(self, peer_id: PeerId) -> ControlConnection | None:
-        """Return the connection for the next call to a peer: the newest, since the peer may have restarted."""
-        for connection in reversed(self._connections.get(peer_id, [])):
-            if connection.is_open:
-                return connection
-        return None
+        """Return the connection for the next call to a peer: the newest, since the peer may have restarted.
+
+        One without a relay is preferred.
+        """
+        open_ones = [connection for connection in self._connections.get(peer_id, []) if connection.is_open]
+        return _best_of(open_ones)[-1] if open_ones else None
+
+    def relays(self) -> list[PeerId]:
+        """Return the connected peers that could relay for this one: volunteers first, then the nearest."""
+        able = [c for c in self.all() if c.is_open and not c.is_client and c.way.kind == "direct"]
+        able.sort(key=lambda connection: (not connection.relays, connection.shortest_rtt_s))
+        return list(dict.fromkeys(connection.remote for connection in able))
 
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a connection to the peer is open, so that its heartbeats are checked."""
@@ -102,7 +113,7 @@ class ConnectionPool:
             connection.is_client = is_client
 
     def host_of(self, peer_id: PeerId) -> str:
-        """Return the IP address of a connected peer; empty if it is not connected."""
+        """Return the IP address of a connected peer, or of the peer that relays for it; empty if not connected."""
         connection = self.of(peer_id)
         return connection.remote_host if connection is not None else ""
 
@@ -130,7 +141,8 @@ class ConnectionPool:
     def has_room(self) -> bool:
         """Whether one more connection may be accepted; if there are too many, an unused one is retired.
 
-        The host with the most connections loses one, so that one machine cannot take all.
+        Of those, one that is relayed goes first; else the host with the most connections loses one, so that one machine
+        cannot take all.
         """
         if len(self) < self._config.max_connections:
             return True
@@ -140,7 +152,7 @@ class ConnectionPool:
         if not unused:
             return False
         num_of_host = Counter(connection.remote_host for connection in self.all())
-        spare = min(unused, key=lambda c: (-num_of_host[c.remote_host], c.last_used))
+        spare = min(unused, key=lambda c: (c.way.relay is None, -num_of_host[c.remote_host], c.last_used))
         spare.retire()
         return True
 
@@ -195,8 +207,11 @@ class ConnectionPool:
     def _settle(self, group: list[ControlConnection]) -> None:
         """Retire the connections that this end dialled and that the two ends will not keep."""
         open_ones = [connection for connection in group if connection.is_open]
-        lower_dialled = [c for c in open_ones if c.is_dialled == (self._own_id < c.remote)]
-        kept = (lower_dialled or open_ones)[-1:]
+        if not open_ones:
+            return
+        best = _best_of(open_ones)
+        lower_dialled = [c for c in best if c.is_dialled == (self._own_id < c.remote)]
+        kept = (lower_dialled or best)[-1:]
         for connection in open_ones:
             if connection.is_dialled and connection not in kept:
                 connection.retire()
@@ -254,6 +269,11 @@ class ConnectionPool:
             if connection.lost is None:
                 due.append(connection)
         return due
+
+
+def _best_of(connections: Sequence[ControlConnection]) -> Sequence[ControlConnection]:
+    """Return the connections without a relay; all if there are none."""
+    return [connection for connection in connections if connection.way.relay is None] or connections
 
 
 def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from manyhands.testing.numbered import current_life
 from manyhands.testing.virtual_loop import VirtualHandle, VirtualLoop
@@ -46,6 +46,8 @@ class Host:
         name: as in the fault schedule.
         ip: its address in the simulated network.
         skew_s: how far its wall clock is ahead.
+        router: between it and the others. With a firewall or a router, others cannot dial it. A *port-preserving*
+            router sends connections on with the port that the host chose, a *symmetric* one with another each time.
         life: of its process; a restart begins a new one.
     """
 
@@ -53,6 +55,7 @@ class Host:
         self.name = name
         self.ip = ip
         self.skew_s = 0.0
+        self.router: Literal["none", "firewall", "port-preserving", "symmetric"] = "none"
         self._loop = loop
         self._tasks: list[asyncio.Task[Any]] = []
         self._buried: list[asyncio.Task[Any]] = []  # referenced so that no garbage collection runs their clean-up

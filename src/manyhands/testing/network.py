@@ -9,20 +9,25 @@ one generator.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
-from manyhands.base.identity import Identity
+from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.testing.host import Host
 from manyhands.testing.links import Link, Pipe
 from manyhands.testing.stream import SimStream
 from manyhands.testing.trace import Trace
 from manyhands.testing.virtual_loop import VirtualLoop
-from manyhands.transport.api import OnStream
+from manyhands.transport.api import Ends, OnStream, Port
+from manyhands.transport.in_process import RelayedInProcess
+
+INSIDE_IP = "192.168.0.2"
+"""The address of every host behind a router, as that host sees it."""
 
 HANDSHAKE_TRIPS = 3
 """One-way trips from the first packet of TCP to the end of the TLS 1.3 handshake."""
@@ -51,6 +56,8 @@ class SimNetwork:
         self._up: dict[str, Pipe] = {}
         self._down: dict[str, Pipe] = {}
         self._ports = itertools.count(1024)
+        self._outer_ports = itertools.count(40_000)
+        self._attempts: dict[_Attempt, None] = {}
         self._numbers = itertools.count(1)
 
     def add_host(self, name: str) -> Host:
@@ -154,6 +161,32 @@ class SimNetwork:
         self.note(f"{here.name}>{there.name} #{number} opened")
         return near, far
 
+    def ends_of(self, dialler: Host, acceptor: Host, port: int) -> tuple[Ends, Ends]:
+        """Both ends of a connection, as the dialler sees them, and as the acceptor does."""
+        chosen = next(self._outer_ports)
+        seen = next(self._outer_ports) if dialler.router == "symmetric" else chosen
+        own_ip = dialler.ip if dialler.router in ("none", "firewall") else INSIDE_IP
+        there = acceptor.ip, port
+        return Ends((own_ip, chosen), there), Ends(there, (dialler.ip, seen))
+
+    def meet(self, attempt: _Attempt) -> None:
+        """Connect two ends that dial each other's places at the same time."""
+        self._attempts[attempt] = None
+        for other in self._attempts:
+            if attempt.fits(other) and other.fits(attempt):
+                dialler, acceptor = (attempt, other) if attempt.is_dialler else (other, attempt)
+                near, far = self.connect(dialler.host, acceptor.host, dialler.identity, acceptor.identity)
+                near.is_bulk = far.is_bulk = dialler.is_bulk
+                for one, end in ((dialler, near), (acceptor, far)):
+                    del self._attempts[one]
+                    arrive = functools.partial(self.loop.call_in, one.host.life, one.connected, end)
+                    self.carry(dialler.host, acceptor.host, arrive, trips=HANDSHAKE_TRIPS)
+                return
+
+    def give_up(self, attempt: _Attempt) -> None:
+        """Remove an attempt that was not met."""
+        self._attempts.pop(attempt, None)
+
     def note(self, what: str) -> None:
         """Add an entry to the trace."""
         self.trace.add(self.loop.now, what)
@@ -203,7 +236,7 @@ class SimListener:
         await self._tasks.close()
 
 
-class SimTransport:
+class SimTransport(RelayedInProcess):
     """Dials and listens on a host of a :class:`SimNetwork` as one identity."""
 
     def __init__(self, network: SimNetwork, host: Host, identity: Identity) -> None:
@@ -223,6 +256,33 @@ class SimTransport:
         listener = SimListener(self._network, self._host, self.identity, bound, on_stream)
         self._network.listeners[key] = listener
         return listener
+
+    def take_port(self) -> SimPort:
+        return SimPort(self._network.free_port())
+
+    async def dial_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> SimStream:
+        attempt = _Attempt(self._host, self.identity, port.number, places, is_dialler=True, is_bulk=is_bulk)
+        return await self._met(attempt, peer_id, timeout_s)
+
+    async def accept_from(self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> SimStream:
+        attempt = _Attempt(self._host, self.identity, port.number, places, is_dialler=False, is_bulk=False)
+        return await self._met(attempt, peer_id, timeout_s)
+
+    async def _met(self, attempt: _Attempt, peer_id: PeerId, timeout_s: float) -> SimStream:
+        self._network.meet(attempt)
+        try:
+            await asyncio.wait([attempt.arrived], timeout=timeout_s)
+        finally:
+            self._network.give_up(attempt)
+        if attempt.arrived.cancel():
+            raise DialFailed(f"peer {peer_id}", DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s")
+        stream = attempt.arrived.result()
+        if stream.remote != peer_id:
+            stream.abort()
+            raise DialFailed(f"peer {peer_id}", DialReason.WRONG_IDENTITY, f"found {stream.remote}")
+        return stream
 
     async def dial(self, address: Address, timeout_s: float) -> SimStream:
         return await self._dial(address, timeout_s, is_bulk=False)
@@ -251,6 +311,43 @@ class SimTransport:
         return outcome
 
 
+class SimPort:
+    """A local port for hole punching."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        pass
+
+
+class _Attempt:
+    """One end that connects to places from which another one connects at the same time."""
+
+    def __init__(
+        self, host: Host, identity: Identity, port: int, places: Sequence[Address], *, is_dialler: bool, is_bulk: bool
+    ) -> None:
+        self.host = host
+        self.identity = identity
+        self.is_dialler = is_dialler
+        self.is_bulk = is_bulk
+        self.arrived: asyncio.Future[SimStream] = asyncio.get_running_loop().create_future()
+        self._port = port
+        self._places = {(place.host, place.port) for place in places}
+
+    def fits(self, other: _Attempt) -> bool:
+        """Whether the packets of the other end come from a place that this one has let in."""
+        is_known = other.host.router != "symmetric"
+        return is_known and self.is_dialler != other.is_dialler and (other.host.ip, other._port) in self._places
+
+    def connected(self, stream: SimStream) -> None:
+        if self.arrived.done():
+            stream.abort()
+        else:
+            stream.is_handed_over = True
+            self.arrived.set_result(stream)
+
+
 class _Dial:
     """One dial, from the first packet to the answer."""
 
@@ -275,6 +372,8 @@ class _Dial:
 
     def reached(self) -> None:
         """Handle the first packet at the other machine. A frozen process does not answer it."""
+        if self._target.router != "none":
+            return  # what nobody there has asked for is dropped
         if self._target.is_alive and self._listener() is not None:
             self._network.loop.call_soon(self._accept, context=self._target.context)
         else:
@@ -295,6 +394,7 @@ class _Dial:
         else:
             near, far = self._network.connect(self._host, self._target, self._identity, listener.identity)
             near.is_bulk = far.is_bulk = self._is_bulk
+            near.ends, far.ends = self._network.ends_of(self._host, self._target, self._address.port)
             listener.accept(far)
             self._answer(near)
 

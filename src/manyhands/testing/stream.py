@@ -14,7 +14,7 @@ from manyhands.base.errors import PeerLost
 from manyhands.base.identity import PeerId
 from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
-from manyhands.transport.api import MAX_UNREAD_BYTES, Delivery
+from manyhands.transport.api import MAX_UNREAD_BYTES, Delivery, Ends
 from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
 
@@ -49,6 +49,7 @@ class SimStream(Piecewise):
     def __init__(self, network: SimNetwork, host: Host, other_host: Host, remote: PeerId, number: int) -> None:
         self.is_bulk = False
         self.rtt_s = math.inf
+        self.ends: Ends | None = None
         self.remote = remote
         self.remote_host = other_host.ip
         self.bytes_sent = 0

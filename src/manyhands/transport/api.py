@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeGuard
 
 from manyhands.base.address import Address
@@ -35,6 +35,22 @@ class Delivery(NamedTuple):
             self.resent - before.resent,
             self.busy_s - before.busy_s,
         )
+
+
+class Ends(NamedTuple):
+    """Both ends of a TCP connection: IP addresses and ports."""
+
+    here: tuple[str, int]
+    there: tuple[str, int]
+
+
+class Port(Protocol):
+    """A local TCP port that is reserved for one connection."""
+
+    number: int
+
+    def close(self) -> None:
+        """Give it up, unless the connection was made."""
 
 
 def total_of(deliveries: Iterable[Delivery]) -> Delivery:
@@ -125,6 +141,10 @@ class ControlStream(Stream, Protocol):
     def rtt_s(self) -> float:
         """The shortest round trip that the system has measured, in seconds; infinite if unknown."""
 
+    @property
+    def ends(self) -> Ends | None:
+        """The IP addresses and ports of the connection, as seen from here; None if it has none, or is closed."""
+
     async def send_message(self, message: bytes) -> None:
         """Send one message once the backlog is within its limit; if cancelled, it is sent whole or not at all."""
 
@@ -147,6 +167,10 @@ def is_control(stream: Stream) -> TypeGuard[ControlStream]:
 
 OnStream = Callable[[Stream], Awaitable[None]]
 """Called with each accepted stream, as a task of the listener; the stream is aborted if it raises."""
+
+
+Pay = Callable[[int], Awaitable[None]]
+"""Called before so many bytes are forwarded; it waits to limit the rate."""
 
 
 class Listener(Protocol):
@@ -173,6 +197,51 @@ class Transport(Protocol):
 
     async def dial_bulk(self, address: Address, timeout_s: float) -> Stream:
         """Like :meth:`dial`, for a bulk stream."""
+
+    async def dial_through(self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool) -> Stream:
+        """Like :meth:`dial`, over a bulk stream whose other end is a relay: it forwards what follows to the peer.
+
+        Takes over the carrier, also on failure. Nothing of it may be unread.
+        """
+
+    async def accept_through(self, carrier: Stream, timeout_s: float) -> Stream:
+        """Accept a stream that another peer opens with :meth:`dial_through`; takes over the carrier, also on failure.
+
+        Raises:
+            DialFailed: no peer has proven its identity in time.
+        """
+
+    async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
+        """Take over two bulk streams, and forward bytes unread between the machines at their other ends.
+
+        Returns once both ends are closed, or one of the connections fails.
+
+        Args:
+            chunk_bytes: most bytes that are held in each direction.
+        """
+
+    def take_port(self) -> Port:
+        """Reserve a free local port for :meth:`dial_from` or :meth:`accept_from`.
+
+        Raises:
+            ConfigError: this system cannot open connections from both ends at the same time.
+        """
+
+    async def dial_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> Stream:
+        """Like :meth:`dial`, to a peer that connects from these places to ``port`` at about the same time.
+
+        Each connection attempt lets the packets of the other end through the firewall or router of this machine
+        (simultaneous open, RFC 9293, section 3.5). Takes over the port.
+        """
+
+    async def accept_from(self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
+        """Accept a stream that another peer opens with :meth:`dial_from`; takes over the port.
+
+        Raises:
+            DialFailed: that peer has not proven its identity in time.
+        """
 
     def close(self) -> None:
         """Release shared resources; all streams must be closed."""

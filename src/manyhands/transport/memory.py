@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
 from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
+from manyhands.transport.api import MAX_UNREAD_BYTES, Ends, OnStream, Port, Stream
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.chunks import buffer_chunks
+from manyhands.transport.in_process import RelayedInProcess
 from manyhands.transport.piecewise import Piecewise
 
 BACKLOG_BYTES = 256 * 1024
@@ -36,6 +38,7 @@ class MemoryStream(Piecewise):
     def __init__(self, owner: PeerId, remote: PeerId, *, is_bulk: bool = False) -> None:
         self.is_bulk = is_bulk
         self.rtt_s = math.inf
+        self.ends: Ends | None = None
         self.remote = remote
         self.remote_host = "127.0.0.1"
         self.bytes_sent = 0
@@ -153,7 +156,7 @@ class MemoryListener:
         await self._tasks.close()
 
 
-class MemoryTransport:
+class MemoryTransport(RelayedInProcess):
     """Dials and listens in a :class:`MemoryNetwork` as one identity."""
 
     def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
@@ -162,6 +165,17 @@ class MemoryTransport:
 
     def close(self) -> None:
         pass
+
+    def take_port(self) -> Port:
+        raise ConfigError("this transport has no ports that both ends could dial at the same time")
+
+    async def dial_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> Stream:
+        raise DialFailed(f"peer {peer_id}", DialReason.UNREACHABLE, "there are no ports")
+
+    async def accept_from(self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
+        raise DialFailed(f"peer {peer_id}", DialReason.UNREACHABLE, "there are no ports")
 
     async def listen(self, address: Address, on_stream: OnStream) -> MemoryListener:
         port = address.port or self._network.free_port()

@@ -95,6 +95,7 @@ class SealedStream:
         self._is_received = False  # a task is receiving
         self._is_watched = False  # the loop watches the socket
         self._is_closing = False  # this end has shut down sending
+        self._is_detached = False  # the socket belongs to somebody else
         self._loop.call_soon(self._watch)
 
     # the Stream interface
@@ -171,12 +172,29 @@ class SealedStream:
     def abort(self) -> None:
         self._end("the stream was aborted here")
 
+    def detach(self) -> socket.socket:
+        """Give up the socket without closing it: nothing that follows on it is sealed.
+
+        No call may be running, and nothing that has arrived may be unread. The stream can only be aborted afterwards,
+        which then ends :meth:`wait_closed` and does not touch the socket.
+
+        Raises:
+            PeerLost: the stream is closed.
+        """
+        self._check_open()
+        self._is_detached = True
+        self._unwatch()
+        self._sock.setblocking(False)
+        return self._sock
+
     # on the loop
 
     def _watch(self) -> None:
         """Watch for data or the close of the other end, unless received data is still waiting to be taken."""
         is_on_thread = self._is_received and self._readable is None
-        if not (self._closed.done() or self._is_watched or is_on_thread or self._is_full()):
+        if self._is_detached or self._closed.done():
+            return
+        if not (self._is_watched or is_on_thread or self._is_full()):
             self._is_watched = True
             self._loop.add_reader(self._sock, self._on_readable)
 
@@ -363,7 +381,7 @@ class SealedStream:
     def _check_open(self) -> None:
         if self._closed.done():
             raise self._lost()
-        if self._is_closing:
+        if self._is_closing or self._is_detached:
             raise PeerLost(self.remote, "the stream was closed here")
 
     def _lost(self) -> PeerLost:
@@ -376,6 +394,8 @@ class SealedStream:
         self._closed.set_result(None)
         self._unwatch()
         self._wake()
+        if self._is_detached:
+            return
         with suppress(OSError):  # it may not be connected any more
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait for it
         self._close_socket()

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from aiohappyeyeballs import start_connection
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
-from manyhands.transport.api import Delivery
+from manyhands.transport.api import Delivery, Ends, Pay
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,21 @@ HEAD_START_S = 0.25
 """Seconds until the next address of a name is tried too, as RFC 8305 recommends."""
 
 SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
+
+MAX_UNACCEPTED = 4
+"""Connections to one port for hole punching that the system holds until they are accepted."""
+
+CONNECT_ATTEMPTS = 4
+"""Attempts to connect from one port to one place: the router of the other end may refuse what comes too early."""
+
+REFUSED_PAUSE_S = 0.1
+"""Seconds until the second attempt; each further pause is twice as long."""
+
+STALLED_S = 60.0
+"""Seconds for which one end of a forwarded connection may read nothing although there is something to read."""
+
+LAST_BYTES_S = 10.0
+"""Seconds that one end of a forwarded connection may still send after the other has closed."""
 
 MAX_LOOKUPS = 32
 """Concurrent name lookups; each has a thread, which a hanging lookup occupies for half a minute."""
@@ -234,11 +249,25 @@ def bound_addresses(sock: socket.socket) -> list[Address]:
 def accept(sock: socket.socket) -> tuple[socket.socket, str]:
     """Accept a connection; return it with the IP address of its other end, IPv4 in its own form on every socket."""
     accepted, where = sock.accept()
-    host = str(where[0])
+    return accepted, plain_host(str(where[0]))
+
+
+def ends(sock: socket.socket) -> Ends | None:
+    """Return both ends of a connection, IPv4 in its own form; None once it is closed."""
+    try:
+        here = sock.getsockname()
+        there = sock.getpeername()
+    except OSError:
+        return None
+    return Ends((plain_host(here[0]), here[1]), (plain_host(there[0]), there[1]))
+
+
+def plain_host(host: str) -> str:
+    """Return an IP address with IPv4 in its own form."""
     ip = ipaddress.ip_address(host)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        host = str(ip.ipv4_mapped)
-    return accepted, host
+        return str(ip.ipv4_mapped)
+    return host
 
 
 def has_data(sock: socket.socket) -> bool:
@@ -247,6 +276,133 @@ def has_data(sock: socket.socket) -> bool:
         return bool(sock.recv(1, socket.MSG_PEEK))
     except OSError:  # no data yet, or the connection was reset
         return False
+
+
+class TcpPort:
+    """A local port that both listens and connects, for a connection that both ends open at the same time.
+
+    If the packets of the two ends cross, TCP makes one connection of them (RFC 9293, section 3.5). If those of one end
+    arrive before the other connects, it accepts them.
+
+    Raises:
+        ConfigError: this system cannot share a port between sockets.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise ConfigError("this system cannot open a connection from both ends at the same time")
+        self._listening = [_bound(socket.AF_INET, 0)]
+        self.number: int = self._listening[0].getsockname()[1]
+        with suppress(OSError):  # the system has no IPv6, or the port is taken there
+            self._listening.append(_bound(socket.AF_INET6, self.number))
+        for sock in self._listening:
+            sock.listen(MAX_UNACCEPTED)
+
+    def close(self) -> None:
+        for sock in self._listening:
+            sock.close()
+
+    def connections(self, places: Sequence[Address]) -> list[Coroutine[Any, Any, tuple[socket.socket, Address]]]:
+        """Return the attempts to get a connection with another end that may come from any of these places.
+
+        Each returns a connection and its other end. They have no timeout.
+        """
+        hosts = {place.host for place in places}
+        accepting = [self._accept(listening, hosts) for listening in self._listening]
+        return [*(self._connect(place) for place in places), *accepting]
+
+    async def _accept(self, listening: socket.socket, hosts: Collection[str]) -> tuple[socket.socket, Address]:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, where = await loop.sock_accept(listening)
+            with suppress(OSError):  # it was reset at once
+                if where[0] in hosts:
+                    prepare(sock)
+                    return sock, Address.of(where[0], where[1])
+            sock.close()
+
+    async def _connect(self, place: Address) -> tuple[socket.socket, Address]:
+        """Connect from this port, at most :data:`CONNECT_ATTEMPTS` times.
+
+        Raises:
+            DialFailed: all attempts were refused.
+        """
+        loop = asyncio.get_running_loop()
+        family = socket.AF_INET if place.protocol == "ip4" else socket.AF_INET6
+        reason = ""
+        for attempt in range(CONNECT_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(REFUSED_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                sock = _bound(family, self.number)
+            except OSError as error:  # no IPv6, or another program has the port there
+                raise DialFailed(str(place), DialReason.UNREACHABLE, error.strerror or "") from error
+            try:
+                await loop.sock_connect(sock, (place.host, place.port))
+                prepare(sock)
+            except OSError as error:  # refused: the other end was not ready, or its router has answered
+                sock.close()
+                reason = error.strerror or ""
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock, place
+        raise DialFailed(str(place), DialReason.REFUSED, reason)
+
+
+def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
+    """Return a socket that is bound to a port, which it shares with others that are made here."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(("", port))
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def forward(one: socket.socket, other: socket.socket, chunk_bytes: int, pay: Pay) -> None:
+    """Forward bytes between two connections until both are at their end, or one fails; then close them.
+
+    Once one end has closed, the other has :data:`LAST_BYTES_S` for what it still sends.
+
+    Args:
+        chunk_bytes: most bytes that are held in each direction.
+    """
+    directions = [
+        asyncio.ensure_future(_forward_one_way(source, sink, chunk_bytes, pay))
+        for source, sink in ((one, other), (other, one))
+    ]
+    try:
+        done, rest = await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        if rest and not any(direction.exception() for direction in done):
+            await asyncio.wait(rest, timeout=LAST_BYTES_S)
+    finally:
+        for direction in directions:
+            direction.cancel()
+        try:
+            for outcome in await asyncio.gather(*directions, return_exceptions=True):
+                if isinstance(outcome, (OSError, Timeout)):
+                    logger.debug("a forwarded connection failed: %s", outcome)
+        finally:
+            one.close()
+            other.close()
+
+
+async def _forward_one_way(source: socket.socket, sink: socket.socket, chunk_bytes: int, pay: Pay) -> None:
+    loop = asyncio.get_running_loop()
+    room = memoryview(bytearray(chunk_bytes))
+    while num_bytes := await loop.sock_recv_into(source, room):
+        await pay(num_bytes)
+        async with time_limit(STALLED_S, "forwarding to an end that reads nothing"):
+            await loop.sock_sendall(sink, room[:num_bytes])
+    sink.shutdown(socket.SHUT_WR)
 
 
 async def look_up(address: Address, timeout_s: float) -> Places:

@@ -6,10 +6,13 @@ Every failure of a dial is one of :class:`manyhands.base.errors.DialReason`, so 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -19,7 +22,7 @@ from manyhands.runtime.tasks import TaskOwner
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.admission import Admission, ListenLimits, source_of
-from manyhands.transport.api import OnStream
+from manyhands.transport.api import OnStream, Pay, Port, Stream
 from manyhands.transport.certificate import ALPN, BULK_ALPN
 from manyhands.transport.sealed_stream import SealedStream
 from manyhands.transport.tls_session import TlsFailed, TlsSession, tls_context
@@ -45,7 +48,6 @@ class TlsListener:
         self._sockets = sockets
         self._evicted: set[socket.socket] = set()  # their tasks have not ended yet
         self._paused: set[socket.socket] = set()  # listening sockets that wait for a handshake to end
-        self._context = tls_context(transport.identity, is_server=True)
         self._admission = Admission(transport.limits)
         self._accepted: set[socket.socket] = set()  # without a stream yet
         # the sockets whose handshake has received nothing, with their hosts; the oldest first
@@ -131,15 +133,11 @@ class TlsListener:
             self._resume_paused()
 
     async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | SealedStream | None:
-        session = TlsSession(self._context, is_server=True)
-        async with time_limit(self._limits.handshake_timeout_s, "in the TLS handshake"):
-            await _shake_hands(sock, session, lambda: self._silent.pop(sock, None))
-        remote = session.remote_peer_id()
-        is_known = session.selected_alpn in (ALPN, BULK_ALPN)
-        if remote is None or not is_known or remote == self._transport.identity.peer_id:
-            return None
-        self._admission.shaken_hands(host)
-        return self._transport.stream_of(sock, session, remote, host)
+        timeout_s = self._limits.handshake_timeout_s
+        stream = await self._transport.accepted(sock, host, timeout_s, lambda: self._silent.pop(sock, None))
+        if stream is not None:
+            self._admission.shaken_hands(host)
+        return stream
 
     def _resume_paused(self) -> None:
         while self._paused and not self._admission.is_full:
@@ -175,6 +173,29 @@ class TlsTransport:
     def close(self) -> None:
         self._threads.close()
 
+    @functools.cached_property
+    def _server_context(self) -> ssl.SSLContext:
+        return tls_context(self.identity, is_server=True)
+
+    async def accepted(
+        self, sock: socket.socket, host: str, timeout_s: float, on_data: Callable[[], object] = lambda: None
+    ) -> TlsStream | SealedStream | None:
+        """Answer the handshake of a peer that has dialled; return the stream, or None if it is no other peer.
+
+        Args:
+            on_data: called when data has arrived.
+        Raises:
+            Timeout, TlsFailed, OSError: the handshake failed.
+        """
+        session = TlsSession(self._server_context, is_server=True)
+        async with time_limit(timeout_s, "in the TLS handshake"):
+            await _shake_hands(sock, session, on_data)
+        remote = session.remote_peer_id()
+        is_known = session.selected_alpn in (ALPN, BULK_ALPN)
+        if remote is None or not is_known or remote == self.identity.peer_id:
+            return None
+        return self.stream_of(sock, session, remote, host)
+
     def stream_of(
         self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str
     ) -> TlsStream | SealedStream:
@@ -204,6 +225,81 @@ class TlsTransport:
         sock = await tcp.connect(address, timeout_s)
         return await self._dial_over(sock, address, deadline - loop.time(), alpn)
 
+    async def dial_through(
+        self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> TlsStream | SealedStream:
+        address = Address.of(carrier.remote_host, 1, peer_id)
+        where = f"peer {peer_id} through relay {carrier.remote}"
+        return await self._dial_over(_socket_of(carrier), address, timeout_s, BULK_ALPN if is_bulk else ALPN, where)
+
+    async def accept_through(self, carrier: Stream, timeout_s: float) -> TlsStream | SealedStream:
+        where = f"a peer through relay {carrier.remote}"
+        return await self._accept_over(_socket_of(carrier), carrier.remote_host, timeout_s, where)
+
+    async def _accept_over(
+        self, sock: socket.socket, host: str, timeout_s: float, where: str
+    ) -> TlsStream | SealedStream:
+        """Answer the handshake of a peer over a connected socket; takes ownership of it, also on failure."""
+        stream = None
+        try:
+            stream = await self.accepted(sock, host, timeout_s)
+        except Timeout as error:
+            raise DialFailed(where, DialReason.TIMED_OUT, str(error)) from error
+        except (TlsFailed, OSError) as error:
+            raise DialFailed(where, DialReason.NOT_MANYHANDS, str(error)) from error
+        finally:
+            if stream is None:
+                sock.close()
+        if stream is None:
+            raise DialFailed(where, DialReason.NOT_MANYHANDS, "it has proven no identity")
+        return stream
+
+    def take_port(self) -> tcp.TcpPort:
+        return tcp.TcpPort()
+
+    async def dial_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
+    ) -> TlsStream | SealedStream:
+        turn = asyncio.Lock()  # one handshake at a time, so that both ends keep the same connection
+
+        async def dial(sock: socket.socket, place: Address) -> TlsStream | SealedStream:
+            try:
+                await turn.acquire()
+            except BaseException:
+                sock.close()
+                raise
+            try:
+                return await self._dial_over(sock, place.with_peer(peer_id), timeout_s, BULK_ALPN if is_bulk else ALPN)
+            finally:
+                turn.release()
+
+        return await _first_from(port, places, peer_id, timeout_s, dial)
+
+    async def accept_from(
+        self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float
+    ) -> TlsStream | SealedStream:
+        async def accept(sock: socket.socket, place: Address) -> TlsStream | SealedStream:
+            stream = await self._accept_over(sock, place.host, timeout_s, str(place))
+            if stream.remote != peer_id:
+                stream.abort()
+                raise DialFailed(str(place), DialReason.WRONG_IDENTITY, f"found {stream.remote}")
+            return stream
+
+        return await _first_from(port, places, peer_id, timeout_s, accept)
+
+    async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
+        try:
+            one_socket = _socket_of(one)
+            try:
+                other_socket = _socket_of(other)
+            except PeerLost:
+                one_socket.close()
+                raise
+            await tcp.forward(one_socket, other_socket, chunk_bytes, pay)
+        finally:
+            one.abort()
+            other.abort()
+
     async def dial_over(self, sock: socket.socket, address: Address, timeout_s: float) -> TlsStream:
         """Like :meth:`dial`, over a connected socket; takes ownership of it, also on failure."""
         stream = await self._dial_over(sock, address, timeout_s, ALPN)
@@ -211,46 +307,94 @@ class TlsTransport:
         return stream
 
     async def _dial_over(
-        self, sock: socket.socket, address: Address, timeout_s: float, alpn: str
+        self, sock: socket.socket, address: Address, timeout_s: float, alpn: str, where: str = ""
     ) -> TlsStream | SealedStream:
+        """Run the handshake with the peer of an address over a socket, which leads to ``where``, if not there."""
+        where = where or str(address)
         try:
-            session = await self._handshake(address, sock, timeout_s, alpn)
-            remote = self._checked(address, session, alpn)
+            session = await self._handshake(where, sock, timeout_s, alpn)
+            remote = self._checked(address, where, session, alpn)
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:
             sock.close()
             detail = "it accepts TCP connections, and closes them in the TLS handshake: it is not a peer, or is full"
-            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
+            raise DialFailed(where, DialReason.NOT_MANYHANDS, detail) from error
         except BaseException:
             sock.close()
             raise
 
-    async def _handshake(self, address: Address, sock: socket.socket, timeout_s: float, alpn: str) -> TlsSession:
+    async def _handshake(self, where: str, sock: socket.socket, timeout_s: float, alpn: str) -> TlsSession:
         session = TlsSession(self._client_contexts[alpn], is_server=False)
         try:
-            async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
+            async with time_limit(timeout_s, f"in the TLS handshake with {where}"):
                 await _shake_hands(sock, session)
         except Timeout as error:
             detail = "TCP connects, but no TLS handshake follows: another program listens there, or the peer hangs"
-            raise DialFailed(str(address), DialReason.TIMED_OUT, detail) from error
+            raise DialFailed(where, DialReason.TIMED_OUT, detail) from error
         except TlsFailed as error:
             detail = "it accepts TCP connections, but does not answer in TLS 1.3"
             if error.is_stranger:
                 detail = "the TLS server of another program"
-            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
+            raise DialFailed(where, DialReason.NOT_MANYHANDS, detail) from error
         return session
 
-    def _checked(self, address: Address, session: TlsSession, alpn: str) -> PeerId:
+    def _checked(self, address: Address, where: str, session: TlsSession, alpn: str) -> PeerId:
         remote = session.remote_peer_id()
         if session.selected_alpn != alpn:
-            raise DialFailed(str(address), DialReason.PROTOCOL_VERSION, f"this peer speaks {alpn}")
+            raise DialFailed(where, DialReason.PROTOCOL_VERSION, f"this peer speaks {alpn}")
         if remote is None:
-            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, "its key is not Ed25519")
+            raise DialFailed(where, DialReason.NOT_MANYHANDS, "its key is not Ed25519")
         if remote == self.identity.peer_id:
-            raise DialFailed(str(address), DialReason.ITSELF)
+            raise DialFailed(where, DialReason.ITSELF)
         if address.peer_id not in (None, remote):
-            raise DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
+            raise DialFailed(where, DialReason.WRONG_IDENTITY, f"found {remote}")
         return remote
+
+
+def _socket_of(carrier: Stream) -> socket.socket:
+    assert isinstance(carrier, SealedStream), "bulk streams of this transport are sealed"
+    return carrier.detach()
+
+
+async def _first_from(
+    port: Port,
+    places: Sequence[Address],
+    peer_id: PeerId,
+    timeout_s: float,
+    shake_hands: Callable[[socket.socket, Address], Coroutine[Any, Any, TlsStream | SealedStream]],
+) -> TlsStream | SealedStream:
+    """Connect from a port to all places, and accept there; return the stream of the first handshake that succeeds."""
+    assert isinstance(port, tcp.TcpPort), "ports of this transport are of TCP"
+
+    async def attempt(connecting: Coroutine[Any, Any, tuple[socket.socket, Address]]) -> TlsStream | SealedStream:
+        return await shake_hands(*await connecting)
+
+    first: TlsStream | SealedStream | None = None
+
+    def drop(ended: asyncio.Task[TlsStream | SealedStream]) -> None:
+        if not ended.cancelled() and ended.exception() is None and ended.result() is not first:
+            ended.result().abort()
+
+    attempts = [asyncio.ensure_future(attempt(connecting)) for connecting in port.connections(places)]
+    failures: list[str] = []
+    try:
+        async with time_limit(timeout_s, f"connecting at the same time as peer {peer_id}"):
+            waiting = set(attempts)
+            while waiting and first is None:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                failures += [str(one.exception()) for one in done if one.exception() is not None]
+                first = next((one.result() for one in done if one.exception() is None), None)
+    except Timeout as error:
+        reason = DialReason.UNREACHABLE if failures else DialReason.TIMED_OUT
+        raise DialFailed(f"peer {peer_id}", reason, "; ".join(failures) or str(error)) from error
+    finally:
+        port.close()
+        for one in attempts:
+            one.cancel()
+            one.add_done_callback(drop)
+    if first is None:
+        raise DialFailed(f"peer {peer_id}", DialReason.UNREACHABLE, "; ".join(failures))
+    return first
 
 
 async def _shake_hands(sock: socket.socket, session: TlsSession, on_data: Callable[[], object] = lambda: None) -> None:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, Timeout
 from manyhands.base.identity import PeerId
-from manyhands.transport.api import MAX_UNREAD_BYTES
+from manyhands.transport import tcp
+from manyhands.transport.api import MAX_UNREAD_BYTES, Ends
 from manyhands.transport.buffer import SCRATCH_BYTES, ReceiveBuffer
 from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
@@ -87,6 +88,10 @@ class TlsStream(Piecewise):
             finally:
                 self._is_sending = False
             self._check_open()
+
+    @property
+    def ends(self) -> Ends | None:
+        return tcp.ends(self._sock)
 
     async def send_message(self, message: bytes) -> None:
         while not self._room.is_set():  # checked again, since other waiting tasks may have been first

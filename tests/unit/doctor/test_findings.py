@@ -9,6 +9,7 @@ from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError,
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
+from manyhands.rpc.outside import Router
 from tests.network import identity_of
 
 PEER, OTHER = identity_of(1).peer_id, identity_of(2).peer_id
@@ -147,3 +148,18 @@ def test_text_of_other_peers_is_made_printable_in_findings() -> None:
 def test_every_reason_of_a_failed_dial_back_has_its_words() -> None:
     after_the_handshake = {DialReason.REJECTED}
     assert {reason.name.lower() for reason in set(DialReason) - after_the_handshake} <= findings._PHRASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ok", "words"),
+    [
+        ("none", True, "the others see this machine at its own address, 203.0.113.7"),
+        ("port-preserving", True, "can connect directly"),
+        ("symmetric", None, "through a relay"),
+        ("unknown", None, "not tried"),
+    ],
+)
+def test_the_kind_of_router_is_explained(kind: Router, ok: bool | None, words: str) -> None:
+    finding = findings.router(kind, [] if kind == "unknown" else ["203.0.113.7"])
+    assert finding.ok is ok
+    assert words in finding.detail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -11,7 +13,7 @@ from manyhands.base.identity import PeerId
 from manyhands.monitor import peer_table as table_module
 from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import SeenPeer
-from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
+from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable, reach_of
 from manyhands.monitor.picture import RunEvent
 from manyhands.optim.metrics import AccountRecord
 from tests.unit.monitor.published import Peers
@@ -139,6 +141,22 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
     assert rows["e"].reason == "it had no samples in that step"
     assert "publishes no account" in rows["c"].reason
     assert (rows["x"].reach, rows["x"].rounds_missed) == ("auxiliary", 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reach"),
+    [
+        ({}, "direct"),
+        ({"is_client": True}, "client"),
+        ({"is_client": True, "relay": "r"}, "relayed"),
+        ({"is_client": True, "relay": "r", "is_punched": True}, "punched"),
+        ({"relay": "r"}, "direct"),
+        ({"is_auxiliary": True, "is_client": True}, "auxiliary"),
+    ],
+)
+def test_a_row_says_how_others_reach_the_peer(fields: dict[str, Any], reach: str) -> None:
+    record = msgspec.structs.replace(seen(0.0).record, **fields)
+    assert reach_of(record) == reach
 
 
 def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_peers_with_credit(monkeypatch: pytest.MonkeyPatch) -> None:

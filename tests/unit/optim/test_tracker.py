@@ -40,6 +40,7 @@ class Run:
         self.endpoint = endpoint
         self.connected: set[PeerId] = set()
         endpoint.is_connected = self.connected.__contains__  # type: ignore[method-assign]
+        endpoint.carries_bulk = self.connected.__contains__  # type: ignore[method-assign]
         self.tracker = ProgressTracker(
             endpoint, self.dht, "run", target_batch_size, HERE, config, is_auxiliary=False, began_at=0.0
         )

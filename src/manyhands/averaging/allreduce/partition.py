@@ -9,7 +9,8 @@ The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the 
 would gain by giving a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for the slowest members,
 which need longer than that to send their own values, x b_i <= 1. If the k fastest reduce, and S is the sum of their
 bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all k fractions are
-positive. With n = 2 each takes a half, because the addition is work too. A client reduces nothing, but counts in n.
+positive. With n = 2 each takes a half, because the addition is work too. A client that
+is not met reduces nothing, but counts in n.
 
 All numbers are integers, so all members compute the same spans on any machine.
 

@@ -41,9 +41,9 @@ REMEMBERED_ROUNDS = 16
 
 
 def dials(group: Group, rank: int, other: int) -> bool:
-    """Whether a member dials a partner, rather than wait for its stream: a client does, else the lower rank."""
+    """Whether a member dials a partner, rather than wait for its stream: the only client does, else the lower rank."""
     member, partner = group.members[rank], group.members[other]
-    return member.is_client or (not partner.is_client and rank < other)
+    return rank < other if member.is_client == partner.is_client else member.is_client
 
 
 class RoundStream(PassingStream):

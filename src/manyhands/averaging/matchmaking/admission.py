@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +26,13 @@ from manyhands.base.identity import PeerId
 
 SLOW_BYTES_PER_S = 25_000_000
 """Below this rate, sending a quarter of the bytes saves far more time than encoding takes."""
+
+
+class Ways(NamedTuple):
+    """The other clients that a client can exchange with: without a relay, and through one."""
+
+    punched: frozenset[PeerId] = frozenset()
+    relayed: frozenset[PeerId] = frozenset()
 
 
 def check_ahead(me: PeerId, here: Position, position: Position) -> None:
@@ -85,8 +93,10 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     """
     rank = group.rank_of(own.peer_id)
     named = None
-    if rank is not None:  # the leader may change these two, so that this peer reduces nothing
-        named = msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth, may_reduce=own.may_reduce)
+    if rank is not None:  # the leader may change these, as it says who reduces
+        named = msgspec.structs.replace(
+            group.members[rank], bandwidth=own.bandwidth, may_reduce=own.may_reduce, is_met=False
+        )
     ids = {member.peer_id for member in group.members}
     if (
         group.leader != leader
@@ -104,6 +114,28 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     if codec not in (AUTO, chosen.name) and not chosen.passes_on:  # a sparse codec is made from the setting
         return f"the leader chose codec {chosen.name!r}, but this peer's is {codec!r}"
     return None
+
+
+def met_clients(members: Sequence[Member], ways: Mapping[PeerId, Ways]) -> set[int]:
+    """The ranks of clients that may reduce: all other clients can exchange with them, most of these without a relay.
+
+    Members that are no clients can be dialled by all, so only pairs of clients count. Both of a pair must have said it:
+    so a client that lies can only make itself reduce nothing.
+
+    Args:
+        ways: what each client has said; those that have said nothing are left out.
+    """
+    clients = {member.peer_id: rank for rank, member in enumerate(members) if member.is_client}
+    nowhere = Ways()
+    met: set[int] = set()
+    for client, rank in clients.items():
+        own = ways.get(client, nowhere)
+        theirs = {other: ways.get(other, nowhere) for other in clients if other != client}
+        punched = {other for other, way in theirs.items() if other in own.punched and client in way.punched}
+        relayed = {other for other, way in theirs.items() if other in own.relayed and client in way.relayed}
+        if theirs and len(punched | relayed) == len(theirs) and 2 * len(punched) >= len(theirs):
+            met.add(rank)
+    return met
 
 
 def is_later_round(position: Position, here: Position) -> bool:

@@ -25,12 +25,21 @@ import msgspec
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import matchmaking_machine
-from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
+from manyhands.averaging.matchmaking.admission import (
+    Ways,
+    check_call,
+    check_join,
+    chosen_codec,
+    fault_of,
+    is_later_round,
+    met_clients,
+)
 from manyhands.averaging.matchmaking.matchmaking_machine import Action, Event, Matchmaking, Stage
 from manyhands.averaging.messages import (
     CALL,
     JOIN,
     MAX_ADDRESSES,
+    MAX_CLIENTS_MET,
     NAME_BYTES,
     CallRequest,
     CallResponse,
@@ -46,6 +55,7 @@ from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, PeerError, Refused, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.rpc.ways import PUNCHED
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -93,7 +103,9 @@ class Matchmaker:
         self._ends_at = math.inf
         self._asking: asyncio.Task[None] | None = None
         self._waiting: dict[PeerId, asyncio.Future[JoinResponse]] = {}  # the answers to peers that asked here
+        self._ways: dict[PeerId, Ways] = {}  # of clients that asked here, to other clients
         self._reaching: set[PeerId] = set()
+        self._greeting: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._ended_at = -math.inf  # loop time when the last search ended
@@ -259,12 +271,18 @@ class Matchmaker:
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
         left_s = self._ends_at - self._loop.time()
         hurried = self.hurried(members)
+        met = met_clients(members, self._ways)
         return Group(
             self._rng.randbytes(NAME_BYTES),
             own_id,
             self._meeting.position(),
             [
-                msgspec.structs.replace(member, bandwidth=0, may_reduce=False) if rank in hurried else member
+                msgspec.structs.replace(
+                    member,
+                    bandwidth=0 if rank in hurried else member.bandwidth,
+                    may_reduce=member.may_reduce and rank not in hurried,
+                    is_met=rank in met,
+                )
                 for rank, member in enumerate(members)
             ],
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
@@ -292,7 +310,10 @@ class Matchmaker:
             self._reach_all()
         spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
         timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # a silent leader is passed over then
-        request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, DAY_S))
+        ways = self._ways_to_clients()
+        request = JoinRequest(
+            self._run_fingerprint, position, own, min(patience_s, DAY_S), sorted(ways.punched), sorted(ways.relayed)
+        )
         try:
             response = await self._endpoint.call(leader, JOIN, request, timeout_s)
         except (Unavailable, PeerError) as error:
@@ -312,6 +333,36 @@ class Matchmaker:
                 self._on(matchmaking_machine.SentOn(response.leader))
             else:
                 self._failed(leader, matchmaking_machine.LATE, f"peer {leader} gives this one no place")
+
+    def _ways_to_clients(self) -> Ways:
+        """The other clients that this peer can exchange with, if it is one itself."""
+        if not self._endpoint.client_mode:
+            return Ways()
+        expected = self._meeting.attendees().expected
+        clients = [peer_id for peer_id, is_client in expected.items() if is_client]
+        if len(clients) > MAX_CLIENTS_MET:  # so many are not all connected to each other
+            return Ways()
+        ways = {peer_id: self._endpoint.way_to(peer_id) for peer_id in clients}
+        punched = frozenset(peer_id for peer_id, way in ways.items() if way == PUNCHED)
+        relayed = frozenset(
+            peer_id
+            for peer_id, way in ways.items()
+            if way is not None and way.relay is not None and self._endpoint.carries_bulk(peer_id)
+        )
+        unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]
+        if unmet and self._endpoint.outside.is_known and (self._greeting is None or self._greeting.done()):
+            self._rng.shuffle(unmet)
+            self._greeting = self._tasks.spawn(self._greet(unmet), name="connecting to other clients")
+        return Ways(punched, relayed)
+
+    async def _greet(self, clients: Sequence[PeerId]) -> None:
+        """Connect to other clients, so that this peer may reduce in later rounds; end at the first that fails."""
+        for peer_id in clients:
+            try:
+                await self._endpoint.ping(peer_id, DIAL_S)
+            except (Unavailable, PeerError) as error:
+                logger.debug("client %s is not connected: %s", peer_id, error)
+                return
 
     def _failed(self, leader: PeerId, code: str, reason: str) -> None:
         logger.info("peer %s cannot lead this round: %s", leader, reason)
@@ -371,6 +422,7 @@ class Matchmaker:
         _end(self._waiting.get(remote), JoinResponse())  # the peer asks again: its former call ends
         answer: asyncio.Future[JoinResponse] = self._loop.create_future()
         self._waiting[remote] = answer
+        self._ways[remote] = Ways(frozenset(request.punched), frozenset(request.relayed))
         is_grid = bool(who.position.group_key)
         size = self._config.max_group_size if is_grid else math.inf  # only groups of a grid are ever full
         try:
@@ -379,6 +431,7 @@ class Matchmaker:
         finally:
             if self._waiting.get(remote) is answer:
                 del self._waiting[remote]
+                del self._ways[remote]
                 if not answer.done() or answer.cancelled():
                     self._on(matchmaking_machine.Withdrew(remote))
             answer.cancel()

@@ -241,4 +241,4 @@ def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[
 def includes_values(group: Group, ranks: Iterable[int]) -> bool:
     """Whether these members include one that can reduce, and one with values."""
     members = [group.members[rank] for rank in ranks]
-    return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
+    return any(member.can_reduce for member in members) and any(member.weight > 0 for member in members)

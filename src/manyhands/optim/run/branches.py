@@ -81,14 +81,14 @@ class BranchChoice:
             that it began to download.
     """
 
-    def __init__(self, own_id: PeerId, own: PeerRecord, is_connected: Callable[[PeerId], bool]) -> None:
+    def __init__(self, own_id: PeerId, own: PeerRecord, carries_bulk: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
         self.is_joining = True
         self.seen: dict[PeerId, int] = {}
         self._own_id = own_id
         self._own = own
-        self._is_connected = is_connected
+        self._carries_bulk = carries_bulk
         self._records: Records = {}
         self._plausible: Records = {}  # the believed records, and those that this peer cannot judge yet
         self._unbelieved_since: dict[PeerId, float] = {}  # infinite once logged
@@ -153,7 +153,7 @@ class BranchChoice:
         record = self._records.get(peer_id)
         if record is None or not record.is_client:
             return record is not None
-        return not self._own.is_client and self._is_connected(peer_id)
+        return not self._own.is_client and self._carries_bulk(peer_id)
 
     def leading(self, without_state: Collection[PeerId]) -> Branch:
         """The branch that this peer should be on, among those whose state it can get.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -80,13 +80,20 @@ class Contacts:
         self._endpoint.unhandle(WHERE)
         self._endpoint.unhandle(TELL)
 
-    def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Send these peers this peer's record, in the background, unless its number of samples was sent before."""
+    def tell(self, others: Mapping[PeerId, bool]) -> None:
+        """Send other peers this peer's record, in the background, unless its number of samples was sent before.
+
+        Args:
+            others: each with whether it is in client mode. Those are told only if they are connected: to reach them
+                through a relay for this would cost more than it is worth.
+        """
         record = self._tracker.own
         if self._tasks.is_closed or self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
-        for peer_id in peer_ids:
+        for peer_id, is_client in others.items():
+            if is_client and not self._endpoint.is_connected(peer_id):
+                continue
             self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
     async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:

@@ -96,7 +96,7 @@ class ProgressTracker(ProgressReader):
         self._counted_at = 0.0  # loop time when this peer's samples were counted
         self._read_at = -math.inf  # loop time of the last read
         self._wholly_read_at = -math.inf  # loop time of the last read from more than one holder
-        self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
+        self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.carries_bulk)
         self._donor: PeerId | None = None
         self._view: View | None = None
         self._is_started = False
@@ -244,7 +244,7 @@ class ProgressTracker(ProgressReader):
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(
-            self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=self._addresses()
+            self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=self._addresses(), **self._ways()
         )
 
     def _ttl_s(self) -> float:

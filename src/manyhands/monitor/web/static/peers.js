@@ -25,7 +25,8 @@ const COLUMNS = [
     show: (row) => (isAway(row) ? format.NONE : format.speed(row.samples_per_second)) },
   { key: "step", title: "Step", number: true, show: (row) => format.integer(row.step) },
   { key: "since", title: "Here for", number: true, sort: (row) => -row.since, show: hereFor },
-  { key: "reach", title: "Reach", ascends: true },
+  { key: "reach", title: "Reach", ascends: true,
+    show: (row) => (row.reach === "relayed" ? `relayed by ${format.nameOf("", row.relay)}` : row.reach) },
   { key: "device", title: "Device", ascends: true },
   { key: "version", title: "Version", ascends: true },
 ];

@@ -1,0 +1,257 @@
+"""Streams between two peers that cannot dial each other: both dial at the same time (hole punching over TCP).
+
+A firewall or router lets in what answers the connections of the machine behind it. If both ends connect from agreed
+ports at about the same time, each of the two connection attempts looks like the answer to the other, and TCP makes one
+connection of them (simultaneous open, RFC 9293, section 3.5). The ports can be agreed if each router keeps the port
+that a machine chose. About 70% of the pairs of homes can be connected so (arXiv:2510.27500).
+
+=====  ===============  ================================================================================
+order  from, to         message
+=====  ===============  ================================================================================
+1      caller, target   ``rpc.punch``, over the control connection of the two, which may be relayed: the
+                        places from which the caller is going to connect
+2      target, caller   the places from which the target is going to connect
+3      both             connect: the caller at once, and the target when its answer has arrived there
+4      caller, target   TLS handshake with the caller as client, its hello, and what the stream is for
+=====  ===============  ================================================================================
+
+No third peer has to be trusted: both ends name only their own places, over a connection that has proven who they are.
+A place is dialled under the rules for all addresses that others name (:mod:`manyhands.rpc.dial_rules`), with a rate of
+its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, ManyhandsError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc.announce import MAX_ADDRESS_TEXT, own_hosts
+from manyhands.rpc.connection import ControlConnection
+from manyhands.rpc.dial_rules import HeardDials, Rate
+from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.frames import CONTROL, MAX_STRIPES, Hello
+from manyhands.rpc.method import Method
+from manyhands.rpc.outside import OutsideView
+from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.ways import PUNCHED, Way
+from manyhands.runtime.tasks import TaskOwner
+from manyhands.transport.api import Port, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_PLACES = 4
+"""Most places in one message: outside and inside the router, in both families."""
+
+CONNECT_TIMEOUT_S = 2.0
+"""Time for one attempt. Connections that are made at all are made within two round trips."""
+
+MAX_UNDER_WAY = 64
+"""Attempts that this peer makes at a time for the requests of all others."""
+
+MAX_OF_ONE_PEER = 4 * MAX_STRIPES
+"""Attempts for one other peer, and connections that they led to, at a time."""
+
+PER_HOST = Rate(burst=64, period_s=1.0)
+"""Places of other peers that are dialled in vain, for each host."""
+
+IN_ALL = Rate(burst=1024, period_s=0.1)
+"""The same for all hosts together."""
+
+BUSY = "busy"
+"""The code of a target that makes too many attempts already; this shows nothing about the routers."""
+
+TRIES = 3
+"""Attempts for one peer in a row. Of the pairs that can be connected, 97.6% are at the first (arXiv:2510.27500)."""
+
+TRY_AGAIN_S = 600.0
+"""Seconds after that many failures until the next attempts."""
+
+
+class PunchRequest(msgspec.Struct, frozen=True):
+    """Asks a connected peer to connect to the caller, which connects to it at the same time.
+
+    Attributes:
+        places: from which the caller is going to connect, as multiaddrs of IP addresses.
+    """
+
+    places: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_PLACES)
+    ]
+
+
+class PunchResponse(msgspec.Struct, frozen=True):
+    """The places from which the target is going to connect."""
+
+    places: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_PLACES)
+    ]
+
+
+PUNCH = Method("rpc.punch", PunchRequest, PunchResponse)
+
+
+class PunchedStreams:
+    """Both sides of hole punching, for one endpoint.
+
+    Args:
+        outside: how others see this peer.
+        own_hosts: as for :func:`manyhands.rpc.dial_rules.may_dial_heard`.
+        connection_to: returns the open control connection to a peer; None if there is none.
+        serve: serves a stream for the purpose in its hello, and releases it at the end.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        dialler: Dialler,
+        streams: OpenStreams,
+        tasks: TaskOwner,
+        counters: Counter[str],
+        outside: OutsideView,
+        own_hosts: set[str],
+        connection_to: Callable[[PeerId], ControlConnection | None],
+        serve: Callable[[Stream, Way], Awaitable[None]],
+    ) -> None:
+        self._transport = transport
+        self._dialler = dialler
+        self._streams = streams
+        self._tasks = tasks
+        self._counters = counters
+        self._outside = outside
+        self._rules = HeardDials(own_hosts, PER_HOST, IN_ALL)
+        self._connection_to = connection_to
+        self._serve = serve
+        self._num_under_way = 0
+        self._num_of: Counter[PeerId] = Counter()
+        self._failed: dict[PeerId, tuple[int, float]] = {}  # number of failures, and loop time of the last
+
+    # the caller
+
+    def may_try(self, peer_id: PeerId) -> bool:
+        """Whether a stream to a peer can be tried now: there are places to name, and it did not fail too often."""
+        if not self._outside.is_known:
+            return False
+        num_failed, last_at = self._failed.get(peer_id, (0, -math.inf))
+        return num_failed % TRIES != 0 or asyncio.get_running_loop().time() - last_at > TRY_AGAIN_S
+
+    def forget_failures(self) -> None:
+        """Try all peers again: this peer is seen at another address now."""
+        self._failed.clear()
+
+    async def open(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
+        """Connect to the other end of a control connection while it connects to this one.
+
+        Raises:
+            Unavailable: there was no connection within a few seconds.
+            Refused: the target refuses the attempt, or this stream.
+        """
+        remote = connection.remote
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            stream = await self._connected(connection, timeout_s, is_bulk=hello.purpose != CONTROL)
+            opened = await self._dialler.greet(stream, None, hello, deadline - loop.time())
+        except (Unavailable, Refused) as error:
+            self._counters["punches_failed"] += 1
+            if not (isinstance(error, Refused) and error.code == BUSY):
+                num_failed, _ = self._failed.get(remote, (0, 0.0))
+                self._failed[remote] = num_failed + 1, loop.time()
+            logger.debug("no direct connection to peer %s: %s", remote, error)
+            raise
+        self._failed.pop(remote, None)
+        self._counters["punched_streams"] += 1
+        return replace(opened, way=PUNCHED)
+
+    async def _connected(self, connection: ControlConnection, timeout_s: float, *, is_bulk: bool) -> Stream:
+        port = self._port()
+        try:
+            request = PunchRequest(self._places_from(port))
+            response = await connection.call(PUNCH, request, timeout_s)
+            places = self._allowed(connection.remote, response.places)
+        except BaseException:
+            port.close()
+            raise
+        limit_s = min(CONNECT_TIMEOUT_S, timeout_s)
+        stream = await self._transport.dial_from(port, places, connection.remote, limit_s, is_bulk=is_bulk)
+        self._rules.found(stream.remote_host)
+        self._streams.add(stream)
+        return stream
+
+    # the target
+
+    def on_punch(self, remote: PeerId, request: PunchRequest) -> PunchResponse:
+        """Tell where this peer is going to connect from, and do so once the answer has arrived."""
+        connection = self._connection_to(remote)
+        is_full = self._num_under_way >= MAX_UNDER_WAY or self._num_of[remote] >= MAX_OF_ONE_PEER
+        if connection is None or is_full:
+            self._counters["refused_punches"] += 1
+            raise Refused(remote, BUSY, f"this peer makes {self._num_under_way} such attempts already")
+        if not self._outside.is_known:
+            raise Refused(remote, "no_places", f"the router of this peer is of the kind {self._outside.router}")
+        places = self._allowed(remote, request.places)
+        port = self._port()
+        delay_s = min(connection.shortest_rtt_s / 2, CONNECT_TIMEOUT_S / 2)
+        self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
+        return PunchResponse(self._places_from(port))
+
+    async def _meet(self, remote: PeerId, port: Port, places: Sequence[Address], delay_s: float) -> None:
+        self._num_of[remote] += 1
+        self._num_under_way += 1
+        try:
+            try:
+                await asyncio.sleep(delay_s)
+                stream = await self._transport.accept_from(port, places, remote, CONNECT_TIMEOUT_S)
+            finally:
+                port.close()
+                self._num_under_way -= 1
+            self._rules.found(stream.remote_host)
+            self._streams.add(stream)
+            await self._serve(stream, PUNCHED)
+        except Unavailable as error:
+            logger.debug("no direct connection with peer %s: %s", remote, error)
+        finally:
+            self._num_of[remote] -= 1
+            if not self._num_of[remote]:
+                del self._num_of[remote]
+
+    # places
+
+    def _port(self) -> Port:
+        try:
+            return self._transport.take_port()
+        except (ConfigError, OSError) as error:
+            raise Unavailable(f"no connection can be opened from both ends: {error}") from error
+
+    def _places_from(self, port: Port) -> list[str]:
+        """Return where a connection from a port comes from: outside the router, and inside for those behind it too."""
+        hosts = [*self._outside.hosts, *sorted(own_hosts([]))]
+        return [str(Address.of(host, port.number)) for host in dict.fromkeys(hosts)][:MAX_PLACES]
+
+    def _allowed(self, remote: PeerId, texts: Sequence[str]) -> list[Address]:
+        """Return the places that this peer dials.
+
+        Raises:
+            Refused: there are none.
+        """
+        now = asyncio.get_running_loop().time()
+        allowed: list[Address] = []
+        for text in texts:
+            try:
+                place = Address.parse(text)
+            except ManyhandsError:
+                continue
+            if place.protocol.startswith("ip") and not self._rules.refusal(place.host, place.port, "", now):
+                allowed.append(place)
+        if not allowed:
+            raise Refused(remote, "no_places", "none of the places that it names may be dialled")
+        return allowed

@@ -1,0 +1,278 @@
+"""Streams to a peer that cannot be dialled from here: a relay, to which both are connected, forwards their bytes.
+
+The two ends run TLS with each other through the relay, so it can neither read nor change what it forwards. For the
+endpoints, a relayed stream is like any other after its handshake.
+
+=====  ===============  =================================================================================
+order  from, to         message
+=====  ===============  =================================================================================
+1      caller, relay    the hello of a bulk stream, with the purpose ``relay`` and a :class:`RelayRequest`
+2      relay, target    the hello of a bulk stream, with the purpose ``relayed``; a target in client mode is
+                        asked to dial back, as for any stream
+3      target, relay    its welcome, after which it waits for a TLS handshake on the same connection
+4      relay, caller    its welcome, or why not; from then on the relay forwards
+5      caller, target   the TLS handshake of the stream, its hello, and what it is for
+=====  ===============  =================================================================================
+
+Any peer relays the control streams of two peers that are connected to it: they are small, and all of them share a fixed
+rate. Bulk streams are only relayed by volunteers (``relay_mbit_s``), which share that rate equally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+
+from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+from manyhands.rpc.config import RpcConfig
+from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.frames import CONTROL, UNREADABLE, Hello, Welcome, send_frame
+from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.ways import Way, relayed_by
+from manyhands.transport.admission import source_of
+from manyhands.transport.api import Pay, Stream, Transport
+
+RELAY = "relay"
+"""The purpose in the hello from a caller to a relay."""
+
+RELAYED = "relayed"
+"""The purpose in the hello from a relay to the target."""
+
+RELAYS_ASKED = 3
+"""Relays that are asked for one stream, one after the other."""
+
+OPEN_TIMEOUT_S = 2.0
+"""Time for a relay to reach the target. Less than callers wait, so that they learn the reason."""
+
+MAX_STREAMS = 1024
+"""Streams that one peer relays at a time."""
+
+MAX_OF_ONE_SOURCE = 128
+"""Streams that it relays at a time for callers at one IP address, or in one /64 of IPv6."""
+
+MAX_OF_ONE_PAIR = 20
+"""Streams that it relays at a time from one caller to one target: two striped bulk streams, and a few others."""
+
+CONTROL_BYTES_PER_S = 1 << 20
+"""Rate of all relayed control streams together."""
+
+CONTROL_BURST_S = 4.0
+BULK_BURST_S = 0.1
+"""Seconds for which an unused rate is kept. Handshakes and first calls on control streams come in bursts."""
+
+CONTROL_CHUNK_BYTES = 4 * 1024
+BULK_CHUNK_BYTES = 64 * 1024
+"""Most bytes that the relay holds in each direction of a stream. All streams take turns with chunks of this size."""
+
+
+class RelayRequest(msgspec.Struct, frozen=True):
+    """The header of a stream to a relay.
+
+    Attributes:
+        target: the peer to be reached.
+        is_bulk: whether the stream is for bulk data.
+    """
+
+    target: Annotated[PeerId, msgspec.Meta(max_length=64)]
+    is_bulk: bool
+
+
+make_ready(RelayRequest)
+
+
+class Pace:
+    """Spreads bytes over time, in the order in which they were registered.
+
+    Args:
+        bytes_per_s: the rate.
+        burst_s: seconds for which an unused rate is kept.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_s = burst_s
+        self._free_at = 0.0
+
+    async def wait_for(self, num_bytes: int) -> None:
+        """Wait until ``num_bytes`` more fit into the rate."""
+        now = asyncio.get_running_loop().time()
+        begin = max(self._free_at, now - self._burst_s)
+        self._free_at = begin + num_bytes / self._bytes_per_s
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+class RelayedStreams:
+    """The three roles of one endpoint: caller, relay and target.
+
+    Args:
+        open_to: opens a bulk stream with a hello to a peer, within some seconds.
+        serve: serves a stream for the purpose in its hello, and releases it at the end; its second argument is the
+            way to the other peer.
+        is_near: whether a peer is connected without a relay, or was when it was dialled last.
+        is_allowed: whether this peer relays for a peer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        dialler: Dialler,
+        streams: OpenStreams,
+        counters: Counter[str],
+        config: RpcConfig,
+        open_to: Callable[[PeerId, Hello, float], Awaitable[Opened]],
+        serve: Callable[[Stream, Way], Awaitable[None]],
+        is_near: Callable[[PeerId], bool],
+        is_allowed: Callable[[PeerId], bool],
+    ) -> None:
+        self._transport = transport
+        self._dialler = dialler
+        self._streams = streams
+        self._counters = counters
+        self._config = config
+        self._open_to = open_to
+        self._serve = serve
+        self._is_near = is_near
+        self._is_allowed = is_allowed
+        self._num_of: Counter[str | tuple[PeerId, PeerId]] = Counter()  # by source, and by caller and target
+        self._num_streams = 0
+        self._control_pace = Pace(CONTROL_BYTES_PER_S, CONTROL_BURST_S)
+        self._bulk_pace: Pace | None = None
+        if config.relay_mbit_s:
+            self._bulk_pace = Pace(config.relay_mbit_s * 125_000, BULK_BURST_S)
+
+    # the caller
+
+    async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
+        """Open a stream through the first of some relays that reaches the target.
+
+        Returns:
+            The stream; its way names the relay.
+        Raises:
+            Unavailable: with the reason of each relay.
+            Refused: the target refuses this stream.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        asked = relays[:RELAYS_ASKED]
+        reasons: list[str] = []
+        for number, relay in enumerate(asked):
+            limit_s = (deadline - loop.time()) / (len(asked) - number)  # a silent relay leaves time for the others
+            try:
+                return await self._open_through(relay, target, hello, limit_s)
+            except Refused as refusal:
+                if refusal.peer_id == target:
+                    raise
+                reasons.append(f"relay {relay}: {refusal}")
+            except (Unavailable, PeerError) as error:
+                reasons.append(f"relay {relay}: {error}")
+        raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
+
+    async def _open_through(self, relay: PeerId, target: PeerId, hello: Hello, timeout_s: float) -> Opened:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        is_bulk = hello.purpose != CONTROL
+        header = msgspec.msgpack.encode(RelayRequest(target, is_bulk))
+        carrier = (await self._open_to(relay, Hello(RELAY, header=header), timeout_s)).stream
+        try:
+            stream = await self._transport.dial_through(carrier, target, deadline - loop.time(), is_bulk=is_bulk)
+        except BaseException:
+            self._streams.release(carrier)
+            raise
+        if stream is not carrier:
+            self._streams.release(carrier)
+        self._streams.add(stream)
+        opened = await self._dialler.greet(stream, None, hello, deadline - loop.time())
+        return replace(opened, way=relayed_by(relay))
+
+    # the relay
+
+    async def asked(self, stream: Stream, hello: Hello, welcome: Welcome) -> None:
+        """Forward between a caller and its target, until both have closed the stream.
+
+        Raises:
+            Refused: this peer does not relay this stream.
+            ProtocolViolation: the request cannot be read.
+        """
+        caller = stream.remote
+        try:
+            request = msgspec.msgpack.decode(hello.header, type=RelayRequest)
+        except UNREADABLE as error:
+            raise ProtocolViolation(caller, f"sent a request for a relay that cannot be read: {error}") from error
+        keys = source_of(stream.remote_host), (caller, request.target)
+        self._check(caller, request, *keys)
+        self._num_of.update(keys)
+        self._num_streams += 1
+        try:
+            await self._forward(stream, request, welcome)
+        finally:
+            self._num_streams -= 1
+            self._num_of.subtract(keys)
+            self._num_of = +self._num_of  # without those at 0
+
+    async def _forward(self, stream: Stream, request: RelayRequest, welcome: Welcome) -> None:
+        try:
+            opened = await self._open_to(request.target, Hello(RELAYED), OPEN_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            raise Refused(stream.remote, "not_reached", f"peer {request.target} does not answer: {error}") from error
+        self._counters["relayed_streams"] += 1
+        try:
+            await send_frame(stream, welcome)
+            await self._transport.forward(stream, opened.stream, *self._terms(request))
+        finally:
+            self._streams.release(opened.stream)
+
+    def _check(self, caller: PeerId, request: RelayRequest, source: str, pair: tuple[PeerId, PeerId]) -> None:
+        code = message = ""
+        if not (self._is_allowed(caller) and self._is_allowed(request.target)):
+            code = "not_allowed"
+            message = "this peer is in a run by invitation, and relays for its members only"
+        elif not self._is_near(request.target) or request.target == caller:
+            code = "not_connected"
+            message = f"this peer is not connected to peer {request.target}"
+        elif request.is_bulk and self._bulk_pace is None:
+            code = "no_relay"
+            message = "this peer relays no bulk data; started with --relay it would"
+        elif (
+            self._num_streams >= MAX_STREAMS
+            or self._num_of[source] >= MAX_OF_ONE_SOURCE
+            or self._num_of[pair] >= MAX_OF_ONE_PAIR
+        ):
+            code = "busy"
+            message = f"this peer relays {self._num_streams} streams already, {self._num_of[pair]} for this pair"
+        if code:
+            self._counters["refused_relays"] += 1
+            raise Refused(caller, code, message)
+
+    def _terms(self, request: RelayRequest) -> tuple[int, Pay]:
+        """Return how many bytes are held in each direction of a stream, and the function that limits its rate."""
+        if not request.is_bulk:
+            return CONTROL_CHUNK_BYTES, functools.partial(self._pay, self._control_pace)
+        assert self._bulk_pace is not None, "the request was checked"
+        return BULK_CHUNK_BYTES, functools.partial(self._pay, self._bulk_pace)
+
+    async def _pay(self, pace: Pace, num_bytes: int) -> None:
+        self._counters["relayed_bytes"] += num_bytes
+        await pace.wait_for(num_bytes)
+
+    # the target
+
+    async def arrived(self, stream: Stream, welcome: Welcome) -> None:
+        """Serve a stream that a relay forwards.
+
+        Raises:
+            Unavailable: no peer has proven its identity in time.
+        """
+        relay = stream.remote
+        await send_frame(stream, welcome)
+        relayed = await self._transport.accept_through(stream, self._config.hello_timeout_s)
+        self._streams.add(relayed)
+        await self._serve(relayed, relayed_by(relay))

@@ -1,0 +1,160 @@
+"""Two peers that cannot dial each other both dial at the same time, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import DialFailed, Refused
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc.outside import OutsideView
+from manyhands.rpc.punched_streams import MAX_UNDER_WAY, PUNCH, TRIES, PunchRequest
+from manyhands.rpc.ways import PUNCHED, relayed_by
+from manyhands.transport import TlsTransport
+from tests.integration.test_relays import clients_and_relays, echoed, seems_symmetric, send_back
+from tests.network import endpoints, identity_of, serve_echo, until
+
+
+@asynccontextmanager
+async def punched_pair() -> AsyncIterator[tuple[Endpoint, Endpoint, Endpoint]]:
+    """Two clients that met through a relay and are connected without it now, and the relay."""
+    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+        for client in (one, other):
+            serve_echo(client)
+            client.accept_bulk("echo", send_back)
+            await client.call_on(relay.peer_id, 5.0)
+        assert await echoed(one, other)
+        await until(lambda: one.way_to(other.peer_id) == PUNCHED, "the two are connected without the relay")
+        yield one, other, relay
+
+
+async def test_a_relayed_connection_is_replaced_by_a_punched_one() -> None:
+    async with punched_pair() as (one, other, relay):
+        assert other.way_to(one.peer_id) == PUNCHED
+        assert await echoed(one, other)
+        assert await echoed(other, one)
+        await until(lambda: len(one._pool.all()) == 2, "the relayed connection has ended")
+        await relay.close()
+        assert await echoed(one, other)
+
+
+async def test_bulk_streams_of_a_punched_pair_are_punched_too_in_both_directions() -> None:
+    data = bytes(range(256)) * 4000
+    async with punched_pair() as (one, other, relay):
+        for here, there in ((one, other), (other, one)):
+            stream = await here.open_bulk(there.peer_id, "echo", str(len(data)).encode())
+            received = bytearray(len(data))
+            await asyncio.gather(stream.send(data), stream.receive_into(memoryview(received)))
+            here.release(stream)
+            assert received == data
+        assert relay.counters["relayed_streams"] == 1, "only the first control stream"
+        assert one.counters["punched_streams"] == 2
+        assert other.counters["punched_streams"] == 1
+
+
+async def test_a_peer_behind_a_symmetric_router_stays_relayed_and_is_not_tried() -> None:
+    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+        for client in (one, other):
+            serve_echo(client)
+            await client.call_on(relay.peer_id, 5.0)
+        seems_symmetric(other)
+        assert await echoed(one, other)
+        await until(lambda: one.counters["punches_failed"] == TRIES, "the attempts were refused")
+        assert one.way_to(other.peer_id) == relayed_by(relay.peer_id)
+        assert not one._punched.may_try(other.peer_id)
+
+
+async def test_another_peer_at_the_named_place_is_not_taken_for_the_target() -> None:
+    """A liar names the place of a peer that connects from there: its identity does not fit."""
+    transports = [TlsTransport(identity_of(number)) for number in range(3)]
+    caller, liar, _ = transports
+    ports = [transport.take_port() for transport in transports[:2]]
+    places = [Address.of("127.0.0.1", port.number) for port in ports]
+    accepting = asyncio.ensure_future(liar.accept_from(ports[1], [places[0]], caller.identity.peer_id, 2.0))
+    with pytest.raises(DialFailed, match=f"found {liar.identity.peer_id}"):
+        await caller.dial_from(ports[0], [places[1]], identity_of(2).peer_id, 2.0, is_bulk=False)
+    (await accepting).abort()
+    for transport in transports:
+        transport.close()
+
+
+async def test_an_attempt_without_the_other_end_fails_in_time() -> None:
+    transport = TlsTransport(identity_of(0))
+    port = transport.take_port()
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(DialFailed, match="timed out"):
+        await transport.dial_from(port, [Address.of("127.0.0.1", 9)], identity_of(1).peer_id, 0.3, is_bulk=True)
+    assert asyncio.get_running_loop().time() - began < 2.0
+    with socket.create_server(("127.0.0.1", port.number)):
+        pass  # the port is free again
+    transport.close()
+
+
+async def test_places_that_may_not_be_dialled_are_refused() -> None:
+    async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
+        await one.call_on(other.peer_id, 5.0)
+        other.outside = other._punched._outside = OutsideView()
+        other.outside.note(one.peer_id, ("127.0.0.1", 4000), ("127.0.0.1", 4000))
+        for place in (
+            "/ip4/127.0.0.1/tcp/22",
+            "/ip4/169.254.169.254/tcp/8000",
+            "/dns4/example.org/tcp/443",
+            "nonsense",
+        ):
+            with pytest.raises(Refused, match="may be dialled"):
+                await one.call(other.peer_id, PUNCH, PunchRequest([place]))
+
+
+async def test_a_target_makes_a_limited_number_of_attempts_at_a_time() -> None:
+    async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
+        await one.call_on(other.peer_id, 5.0)
+        other._punched._num_under_way = MAX_UNDER_WAY
+        with pytest.raises(Refused, match="attempts already"):
+            await one.call(other.peer_id, PUNCH, PunchRequest(["/ip4/127.0.0.1/tcp/4000"]))
+
+
+async def test_after_three_failures_a_peer_is_left_alone_until_its_address_changes() -> None:
+    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+        for client in (one, other):
+            await client.call_on(relay.peer_id, 5.0)
+        seems_symmetric(other)
+        connection = one._pool.of(relay.peer_id)
+        assert connection is not None
+        for _ in range(TRIES):
+            assert one._punched.may_try(relay.peer_id)
+            seems_symmetric(relay)
+            with pytest.raises(Refused, match="no_places"):
+                await one._punched.open(connection, one._hello("echo", b""), 2.0)
+        assert not one._punched.may_try(relay.peer_id)
+        one._punched.forget_failures()
+        assert one._punched.may_try(relay.peer_id)
+
+
+def test_the_kind_of_router_is_what_most_others_see() -> None:
+    view = OutsideView()
+    peers = [identity_of(number).peer_id for number in range(1, 10)]
+    assert view.router == "unknown"
+    assert view.note(peers[0], ("30.0.0.1", 4000), ("30.0.0.1", 4000))
+    assert view.router == "none"
+    assert view.note(peers[0], ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+    assert view.router == "port-preserving"
+    assert not view.note(peers[1], ("30.0.0.9", 4001), ("192.168.0.2", 4001))
+    assert not view.note(peers[2], ("31.0.0.1", 80), ("192.168.0.2", 4002)), "it is behind a tunnel"
+    assert view.router == "port-preserving"
+    assert view.hosts == ["30.0.0.9"]
+    for peer_id in peers[3:6]:
+        view.note(peer_id, ("30.0.0.9", 5123), ("192.168.0.2", 4003))
+    assert view.router == "symmetric"
+
+
+@pytest.mark.parametrize("host", ["", "not an address", "127.0.0.1", "169.254.169.254", "224.0.0.1", "0.0.0.0"])
+def test_what_cannot_be_an_address_of_this_machine_is_ignored(host: str) -> None:
+    view = OutsideView()
+    assert not view.note(identity_of(1).peer_id, (host, 4000), ("192.168.0.2", 4000))
+    assert view.router == "unknown"
+    assert view.hosts == []

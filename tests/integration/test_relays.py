@@ -1,0 +1,284 @@
+"""Two peers that cannot dial each other meet through a relay: real sockets, and objects of one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc.frames import Hello, Reject, receive_frame, send_frame
+from manyhands.rpc.relayed_streams import MAX_OF_ONE_PAIR, RELAY, RelayRequest
+from manyhands.rpc.ways import DIRECT, relayed_by
+from manyhands.transport import Stream
+from tests.network import ECHO, KINDS, Text, endpoints, free_port, identity_of, serve_echo, transport_of, until
+
+VOLUNTEER = RpcConfig(relay_mbit_s=8000.0)
+
+
+@asynccontextmanager
+async def clients_and_relays(
+    kind: str, *, num_relays: int = 1, config: RpcConfig = VOLUNTEER
+) -> AsyncIterator[tuple[Endpoint, Endpoint, list[Endpoint]]]:
+    """Two endpoints in client mode that are connected to all relays, and the relays."""
+    async with endpoints(num_relays + 2, kind=kind, clients=[0, 1], config=config) as (one, other, *relays):
+        for client in (one, other):
+            serve_echo(client)
+            seems_symmetric(client)
+            for relay in relays:
+                await client.call_on(relay.peer_id, 5.0)
+        yield one, other, relays
+
+
+def seems_symmetric(client: Endpoint) -> None:
+    """Make it believe that its router takes another port for each connection, so that it does not punch holes."""
+    for number in range(90, 98):
+        client.outside.note(identity_of(number).peer_id, ("30.0.0.1", 5000), ("192.168.1.2", 4000))
+
+
+async def echoed(endpoint: Endpoint, other: Endpoint) -> str:
+    return (await endpoint.call(other.peer_id, ECHO, Text("hello"))).text
+
+
+async def send_back(remote: PeerId, header: bytes, stream: Stream) -> None:
+    size = int(header)
+    data = bytearray(size)
+    await stream.receive_into(memoryview(data))
+    await stream.send(data)
+    await stream.wait_closed()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_clients_call_each_other_through_a_relay(kind: str) -> None:
+    async with clients_and_relays(kind) as (one, other, [relay]):
+        assert await echoed(one, other) == f"hello from {other.peer_id}"
+        assert await echoed(other, one) == f"hello from {one.peer_id}"
+        assert one.way_to(other.peer_id) == relayed_by(relay.peer_id) == other.way_to(one.peer_id)
+        assert one.way_to(relay.peer_id) == DIRECT
+        assert relay.counters["relayed_streams"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_bulk_stream_through_a_relay_carries_the_same_bytes(kind: str) -> None:
+    data = bytes(range(256)) * 40_000
+    async with clients_and_relays(kind) as (one, other, [relay]):
+        other.accept_bulk("echo", send_back)
+        await one.call_on(other.peer_id, 5.0)
+        stream = await one.open_bulk(other.peer_id, "echo", str(len(data)).encode())
+        received = bytearray(len(data))
+        await asyncio.gather(stream.send(data), stream.receive_into(memoryview(received)))
+        one.release(stream)
+        assert received == data
+        assert relay.counters["relayed_bytes"] > 2 * len(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_target_opens_bulk_streams_through_the_relay_too(kind: str) -> None:
+    async with clients_and_relays(kind) as (one, other, _):
+        one.accept_bulk("echo", send_back)
+        await one.call_on(other.peer_id, 5.0)
+        stream = await other.open_bulk(one.peer_id, "echo", b"3")
+        received = bytearray(3)
+        await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
+        other.release(stream)
+        assert received == b"abc"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_peer_that_is_no_volunteer_relays_control_streams_only(kind: str) -> None:
+    async with clients_and_relays(kind, config=RpcConfig()) as (one, other, [relay]):
+        other.accept_bulk("echo", send_back)
+        assert await echoed(one, other)
+        with pytest.raises(Unavailable, match="relays no bulk data"):
+            await one.open_bulk(other.peer_id, "echo", b"3")
+        assert relay.counters["refused_relays"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_another_relay_takes_over_from_one_that_is_gone(kind: str) -> None:
+    async with clients_and_relays(kind, num_relays=2) as (one, other, relays):
+        await echoed(one, other)
+        first = next(relay for relay in relays if one.way_to(other.peer_id) == relayed_by(relay.peer_id))
+        second = next(relay for relay in relays if relay is not first)
+        await first.close()
+        await until(lambda: not one.is_connected(other.peer_id), "the connection is lost")
+        assert await echoed(one, other)
+        assert one.way_to(other.peer_id) == relayed_by(second.peer_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_it(kind: str) -> None:
+    """As behind a firewall that lets connections to port 443 out."""
+    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER) as (client, relay, listening):
+        serve_echo(client)
+        seems_symmetric(client)
+        serve_echo(listening)
+        listening.accept_bulk("echo", send_back)
+        client.accept_bulk("echo", send_back)
+        wall = Address.of("127.0.0.1", free_port(), listening.peer_id)
+        client._book._known[listening.peer_id].clear()
+        client.learn(listening.peer_id, [wall])
+        await client.call_on(relay.peer_id, 5.0)
+        await relay.call_on(listening.peer_id, 5.0)
+        assert await echoed(client, listening)
+        assert await echoed(listening, client)
+        for here, there in ((client, listening), (listening, client)):
+            stream = await here.open_bulk(there.peer_id, "echo", b"3")
+            received = bytearray(3)
+            await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
+            here.release(stream)
+            assert received == b"abc"
+        assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+        assert relay.counters["relayed_streams"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_relay_cannot_pass_itself_or_another_peer_off_as_the_target(kind: str) -> None:
+    async with endpoints(4, kind=kind, clients=[0, 1, 3], config=VOLUNTEER) as (one, other, relay, third):
+        for client in (one, other, third):
+            serve_echo(client)
+            await client.call_on(relay.peer_id, 5.0)
+        honest = relay._relayed._open_to
+
+        async def to_third(target: PeerId, hello: Hello, timeout_s: float) -> object:
+            return await honest(third.peer_id, hello, timeout_s)
+
+        relay._relayed._open_to = to_third  # type: ignore[assignment]
+        with pytest.raises(Unavailable, match=f"found {third.peer_id}"):
+            await echoed(one, other)
+
+
+async def answer_of(relay: Endpoint, header: bytes, number: int = 50, kind: str = "tls") -> Reject:
+    """What a relay answers to a stranger's request."""
+    transport = transport_of(number, kind, None)  # type: ignore[arg-type]
+    stream = await transport.dial_bulk(relay.addresses[0], 5.0)
+    try:
+        await send_frame(stream, Hello(RELAY, header=header))
+        answer = await receive_frame(stream)
+    finally:
+        stream.abort()
+        transport.close()
+    assert isinstance(answer, Reject)
+    return answer
+
+
+def header_for(peer_id: PeerId, *, is_bulk: bool = False) -> bytes:
+    return msgspec.msgpack.encode(RelayRequest(peer_id, is_bulk))
+
+
+async def test_a_relay_refuses_targets_that_it_is_not_connected_to() -> None:
+    async with endpoints(1, kind="tls", config=VOLUNTEER) as [relay]:
+        stranger = identity_of(51).peer_id
+        relay.learn(stranger, [Address.of("203.0.113.1", 4000)])
+        for target in (stranger, relay.peer_id, identity_of(50).peer_id):
+            assert (await answer_of(relay, header_for(target))).code == "not_connected"
+        assert relay.counters["refused_relays"] == 3
+
+
+class Invited:
+    """The gate of a run that knows some peers."""
+
+    def __init__(self, *known: PeerId) -> None:
+        self.known = known
+
+    def check(self, peer_id: PeerId, *, for_observers: bool) -> None:
+        if peer_id not in self.known:
+            raise Refused(peer_id, "no_lease", "it was not invited")
+
+
+async def test_in_a_run_by_invitation_a_relay_serves_its_members_alone() -> None:
+    async with clients_and_relays("tls") as (one, other, [relay]):
+        relay.gates["run"] = Invited(one.peer_id)  # type: ignore[assignment]
+        with pytest.raises(Unavailable, match="relays for its members only"):
+            await echoed(one, other)
+        relay.gates["run"] = Invited(one.peer_id, other.peer_id)  # type: ignore[assignment]
+        await asyncio.sleep(1.0)  # a failed dial is not repeated at once
+        assert await echoed(one, other)
+
+
+async def test_a_request_that_cannot_be_read_is_a_violation() -> None:
+    async with endpoints(1, kind="tls", config=VOLUNTEER) as [relay]:
+        with pytest.raises(Unavailable):
+            await answer_of(relay, b"\xc1")
+        assert relay.counters["protocol_violations"] == 1
+
+
+async def test_one_pair_has_a_limited_number_of_relayed_streams_and_they_are_counted_until_they_end() -> None:
+    async with clients_and_relays("tls") as (one, other, [relay]):
+        other.accept_bulk("echo", send_back)
+        await one.call_on(other.peer_id, 5.0)
+        streams = [await one.open_bulk(other.peer_id, "echo", b"3") for _ in range(MAX_OF_ONE_PAIR - 1)]
+        with pytest.raises(Unavailable, match=f"{MAX_OF_ONE_PAIR} for this pair"):
+            await one.open_bulk(other.peer_id, "echo", b"3")
+        one.release(streams.pop())
+        await until(lambda: relay.counters["refused_relays"] == 1, "the relay has refused one")
+        await until(lambda: relay._relayed._num_streams < MAX_OF_ONE_PAIR, "the stream has ended at the relay")
+        streams.append(await one.open_bulk(other.peer_id, "echo", b"3"))
+        for stream in streams:
+            one.release(stream)
+
+
+async def test_a_failed_handshake_through_a_relay_leaves_nothing_behind() -> None:
+    async with endpoints(4, kind="tls", clients=[0, 1, 3], config=VOLUNTEER) as (one, other, relay, third):
+        for client in (one, other, third):
+            seems_symmetric(client)
+            await client.call_on(relay.peer_id, 5.0)
+        honest = relay._relayed._open_to
+
+        async def to_third(target: PeerId, hello: Hello, timeout_s: float) -> object:
+            return await honest(third.peer_id, hello, timeout_s)
+
+        relay._relayed._open_to = to_third  # type: ignore[assignment]
+        before = len(one._streams)
+        with pytest.raises(Unavailable, match=f"found {third.peer_id}"):
+            await one.call_on(other.peer_id, 5.0)
+        assert len(one._streams) == before
+        await until(lambda: not relay._relayed._num_streams, "the relay forwards nothing")
+
+
+async def test_volunteers_are_asked_first() -> None:
+    async with endpoints(4, kind="tls", clients=[0, 1]) as (one, other, near, volunteer):
+        serve_echo(other)
+        for relay in (near, volunteer):
+            relay._config = VOLUNTEER if relay is volunteer else RpcConfig()
+        for client in (one, other):
+            seems_symmetric(client)
+            for relay in (near, volunteer):
+                await client.call_on(relay.peer_id, 5.0)
+        assert one._pool.relays() == [volunteer.peer_id, near.peer_id]
+        assert await echoed(one, other)
+        assert one.way_to(other.peer_id) == relayed_by(volunteer.peer_id)
+        assert one.carries_bulk(other.peer_id)
+
+
+async def test_a_relay_keeps_to_its_rate() -> None:
+    """2 Mbit/s: 500 KB take 2 s, less the burst of a tenth of a second."""
+    async with clients_and_relays("tls", config=RpcConfig(relay_mbit_s=2.0)) as (one, other, _):
+        other.accept_bulk("echo", send_back)
+        await one.call_on(other.peer_id, 5.0)
+        stream = await one.open_bulk(other.peer_id, "echo", b"500000")
+        began = asyncio.get_running_loop().time()
+        await stream.send(bytes(500_000))
+        await stream.receive_into(memoryview(bytearray(1)))
+        one.release(stream)
+        assert asyncio.get_running_loop().time() - began > 1.8
+
+
+async def test_closing_ends_what_a_relay_forwards() -> None:
+    async with clients_and_relays("tls") as (one, other, [relay]):
+        await echoed(one, other)
+        await relay.close()
+        await until(lambda: not one.is_connected(other.peer_id), "the relayed connection is lost")
+        await until(lambda: not other.is_connected(one.peer_id), "the relayed connection is lost")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_a_rate_of_nothing_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="relay_mbit_s"):
+        RpcConfig(relay_mbit_s=rate)

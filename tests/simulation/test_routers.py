@@ -1,0 +1,138 @@
+"""Peers behind firewalls and routers in the simulated network: their ways to each other, and what they reduce."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc.ways import PUNCHED, Way, relayed_by
+from manyhands.testing import World
+from manyhands.testing.host import Host
+from tests.network import ECHO, Text, serve_echo
+from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, together
+from tests.sweeps import few_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 200
+STEPS = 8
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_punched"),
+    few_of(
+        [
+            ("port-preserving", "port-preserving", True),
+            ("firewall", "port-preserving", True),
+            ("port-preserving", "firewall", True),
+            ("firewall", "firewall", True),
+            ("symmetric", "port-preserving", False),
+            ("port-preserving", "symmetric", False),
+            ("symmetric", "firewall", False),
+            ("symmetric", "symmetric", False),
+        ],
+        8,
+    ),
+)
+def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
+    one: str, other: str, is_punched: bool
+) -> None:
+    world = World(1)
+    world.network.default_link.latency_s = 0.03
+    endpoints: dict[str, Endpoint] = {}
+    came: dict[str, float] = {}
+    ways: dict[tuple[str, PeerId], Way | None] = {}
+
+    def program(router: str, *, begins_s: float) -> object:
+        async def run(host: Host) -> None:
+            host.router = router  # type: ignore[assignment]
+            is_client = router != "none"
+            config = RpcConfig(relay_mbit_s=None if is_client else 100.0)
+            endpoint = Endpoint(
+                world.transport(host), client_mode=is_client, config=config, rng=world.rng(f"endpoint of {host.name}")
+            )
+            endpoints[host.name] = endpoint
+            serve_echo(endpoint)
+            if not is_client:
+                await endpoint.listen([Address.of(host.ip, 0)])
+            await asyncio.sleep(begins_s)
+            if is_client:
+                await endpoint.connect(endpoints["relay"].addresses[0])
+            if host.name == "caller":
+                await asyncio.sleep(1.0)
+                began = asyncio.get_running_loop().time()
+                await endpoint.call(endpoints["target"].peer_id, ECHO, Text("hello"))
+                came["relayed"] = asyncio.get_running_loop().time() - began
+                while is_punched and endpoint.way_to(endpoints["target"].peer_id) != PUNCHED:
+                    await asyncio.sleep(0.01)
+                came["punched"] = asyncio.get_running_loop().time() - began
+            await asyncio.sleep(12.0 - asyncio.get_running_loop().time())
+            for peer in endpoints.values():
+                ways[host.name, peer.peer_id] = endpoint.way_to(peer.peer_id)
+            await asyncio.sleep(1.0)
+            await endpoint.close()
+
+        return run
+
+    for name, router in (("relay", "none"), ("target", other), ("caller", one)):
+        world.start(name, program(router, begins_s=0.0 if name == "relay" else 0.1))  # type: ignore[arg-type]
+    world.run(20.0)
+    caller, target, relay = (endpoints[name].peer_id for name in ("caller", "target", "relay"))
+    expected = PUNCHED if is_punched else relayed_by(relay)
+    assert ways["caller", target] == expected
+    assert ways["target", caller] == expected
+    assert came["relayed"] < 1.0
+    if is_punched:
+        assert came["punched"] < 2.0, "within 2 s of the first need"
+
+
+def sent_by(swarm: Swarm) -> dict[str, int]:
+    return {name: member.peer.presence.endpoint.bytes_sent for name, member in swarm.members.items()}
+
+
+@pytest.mark.parametrize(("router", "is_shared"), [("port-preserving", True), ("symmetric", False)])
+def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(router: str, is_shared: bool) -> None:
+    swarm = Swarm(3)
+    names = ["public", "one", "two", "three"]
+    before: dict[str, int] = {}
+    groups: dict[str, list[PeerId]] = {}
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        while member.optimizer.global_step < STEPS:
+            if member.optimizer.global_step == STEPS // 2 and member.name not in before:
+                before[member.name] = member.peer.presence.endpoint.bytes_sent
+            loss = member.model(torch.ones(4, WIDTH)).square().mean()
+            member.step(loss, BATCH_S, batch_size=4)
+            member.check_samples()
+        last = member.optimizer.last_round
+        assert last is not None
+        groups[member.name] = sorted(last.contributors())
+        before[member.name] = member.peer.presence.endpoint.bytes_sent - before[member.name]
+        member.optimizer.wait_for_others()
+
+    for number, name in enumerate(names):
+        swarm.start(
+            name,
+            lambda: torch.nn.Linear(WIDTH, WIDTH),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train,
+            client_mode=name != "public",
+            begins_s=0.5 * number,
+            target_batch_size=32,
+            averaging=replace(PLAIN, min_span_bytes=1024),
+        )
+        swarm.world.network.hosts[name].router = "none" if name == "public" else router  # type: ignore[assignment]
+    swarm.run()
+    assert all(len(group) == len(names) for group in groups.values()), "all contribute to the last step"
+    clients = [before[name] for name in names[1:]]
+    if is_shared:
+        assert before["public"] < 1.3 * max(clients), "its bytes are those of any other"
+    else:
+        assert before["public"] > 2.0 * max(clients), "it reduces for all"

@@ -1,0 +1,53 @@
+"""Which clients of a group may reduce: those that all other clients can exchange with."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.averaging.matchmaking.admission import Ways, fault_of, met_clients
+from manyhands.averaging.messages import Group, Member, Position
+from manyhands.base.identity import PeerId
+from tests.unit.averaging.groups import peer
+
+DIRECT = Member(peer(0), [], False, 1.0)
+CLIENTS = [Member(peer(number), [], True, 1.0) for number in range(1, 5)]
+MEMBERS = [DIRECT, *CLIENTS]
+
+
+def ways(punched: str = "", relayed: str = "") -> Ways:
+    """The ways to clients with these numbers."""
+    return Ways(frozenset(peer(int(one)) for one in punched), frozenset(peer(int(one)) for one in relayed))
+
+
+@pytest.mark.parametrize(
+    ("said", "met"),
+    [
+        ({}, ""),
+        ({1: ways("234"), 2: ways("134"), 3: ways("124"), 4: ways("123")}, "1234"),
+        ({1: ways("234"), 2: ways("34"), 3: ways("4"), 4: ways("1")}, ""),  # both of a pair must say it
+        ({1: ways("234"), 2: ways("1"), 3: ways("1"), 4: ways("1")}, "1"),  # the others do not reach each other
+        ({1: ways("23"), 2: ways("134"), 3: ways("124"), 4: ways("23")}, "23"),
+        ({1: ways("23", "4"), 2: ways("134"), 3: ways("124"), 4: ways("23", "1")}, "1234"),  # one pair has a relay
+        ({1: ways("2", "34"), 2: ways("134"), 3: ways("24", "1"), 4: ways("23", "1")}, "234"),  # 1: most are relayed
+        ({1: ways("", "234"), 2: ways("", "134"), 3: ways("", "124"), 4: ways("", "123")}, ""),
+        ({2: ways("134"), 3: ways("124"), 4: ways("123")}, ""),  # 1 has said nothing
+    ],
+)
+def test_a_client_reduces_if_all_others_reach_it_and_most_without_a_relay(said: dict[int, Ways], met: str) -> None:
+    by_id: dict[PeerId, Ways] = {peer(number): one for number, one in said.items()}
+    assert met_clients(MEMBERS, by_id) == {int(rank) for rank in met}
+
+
+def test_a_client_alone_among_peers_that_can_be_dialled_does_not_reduce() -> None:
+    assert met_clients(MEMBERS[:2], {}) == set()
+
+
+def test_members_that_can_be_dialled_need_no_way() -> None:
+    assert met_clients(MEMBERS[:3], {peer(1): ways("2"), peer(2): ways("1")}) == {1, 2}
+
+
+def test_a_client_that_is_met_owns_a_span() -> None:
+    members = [DIRECT, Member(peer(1), [], True, 1.0, is_met=True), Member(peer(2), [], True, 1.0)]
+    group = Group(b"n", peer(0), Position(0, b""), members)
+    assert group.bandwidths(range(3)) == [1, 1, 0]
+    assert fault_of(group, peer(0), Member(peer(1), [], True, 1.0), Position(0, b""), "none") is None
