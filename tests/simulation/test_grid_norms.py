@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
-from tests.simulation.test_broken_members import rounds_of
 from tests.simulation.test_grid_steps import in_grid
 from tests.sweeps import few_of
 
@@ -47,7 +46,7 @@ def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> Swarm
     swarm = Swarm(seed)
 
     def train(member: Member) -> None:
-        number, rng, rounds = int(member.name[1:]), random.Random(member.name), rounds_of(member)
+        number, rng, rounds = int(member.name[1:]), random.Random(member.name), member.optimizer._collaboration._rounds
         is_liar, average = lie is not None and number == 0, rounds.average
 
         async def lying(flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
