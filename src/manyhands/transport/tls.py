@@ -6,10 +6,8 @@ Every failure of a dial is one of :class:`manyhands.base.errors.DialReason`, so 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -167,15 +165,12 @@ class TlsTransport:
         self.identity = identity
         self.limits = limits or ListenLimits()
         self._client_contexts = {alpn: tls_context(identity, is_server=False, alpn=alpn) for alpn in (ALPN, BULK_ALPN)}
+        self._server_context = tls_context(identity, is_server=True)  # it writes a file: not only when the disk is full
         self._threads = BlockingThreads(f"manyhands bulk {identity.peer_id[-6:]}")
         self._ciphertext = bytearray(READ_BYTES)
 
     def close(self) -> None:
         self._threads.close()
-
-    @functools.cached_property
-    def _server_context(self) -> ssl.SSLContext:
-        return tls_context(self.identity, is_server=True)
 
     async def accepted(
         self, sock: socket.socket, host: str, timeout_s: float, on_data: Callable[[], object] = lambda: None
