@@ -540,10 +540,23 @@ class Endpoint:
         """Return the function that opens a bulk connection as the control connection was opened; None if directly."""
         relay = connection.way.relay
         if relay is not None:
-            return lambda hello: self._relayed.open([relay], connection.remote, hello, timeout_s)
+            return lambda hello: self._relay_or_dial(connection.remote, relay, hello, timeout_s)
         if connection.way == PUNCHED:
             return lambda hello: self._punch_or_relay(connection, hello, timeout_s)
         return None
+
+    async def _relay_or_dial(self, peer_id: PeerId, relay: PeerId, hello: Hello, timeout_s: float) -> Opened:
+        """Open a bulk connection through a relay, or to an address at which the peer can be dialled by now."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            return await self._relayed.open([relay], peer_id, hello, timeout_s / 2)
+        except Unavailable:
+            addresses = self._book.addresses_of(peer_id)
+            if not addresses:
+                raise
+            left_s = deadline - loop.time()
+            return await self._dialler.open(addresses, hello, left_s, self._book.heard(peer_id))
 
     async def _punch_or_relay(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
         loop = asyncio.get_running_loop()
