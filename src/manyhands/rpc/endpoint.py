@@ -61,9 +61,6 @@ AGENT = f"manyhands/{__version__}"
 LOOK_PERIOD_S = 10.0
 """Seconds between two checks of this machine's addresses."""
 
-PUNCH_PAUSE_S = 1.0
-"""Seconds between two looks whether a relayed connection can be replaced by one without a relay."""
-
 REACHED_S = 600.0
 """Seconds after a dial for which a peer counts as reached although it is not connected."""
 
@@ -683,29 +680,23 @@ class Endpoint:
             self._note_own_host(opened.stream.remote_host)
         if opened.address is not None:
             self._note_reached(connection.remote, opened.address, opened.stream.remote_host)
-        if opened.way is DIRECT and opened.welcome.seen_host and (ends := opened.stream.ends) is not None:
+        if opened.way == DIRECT and opened.welcome.seen_host and (ends := opened.stream.ends) is not None:
             seen = opened.welcome.seen_host, opened.welcome.seen_port
             if self.outside.note(connection.remote, seen, ends.here):
-                self._punched.forget_failures()
-        self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
-        if opened.way.relay is not None:
-            self._tasks.spawn(self._punch(connection), name=f"a way to {connection.remote} without a relay")
+                self._punched.moved()
+        run = self._run if opened.way.relay is None else self._run_relayed
+        self._tasks.spawn(run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
 
+    async def _run_relayed(self, connection: ControlConnection, stream: ControlStream) -> None:
+        """Run a connection through a relay, and replace it by one without a relay if that is possible."""
+        async with self._tasks.beside(self._punch(connection), name=f"a way to {connection.remote} without a relay"):
+            await self._run(connection, stream)
+
     async def _punch(self, connection: ControlConnection) -> None:
-        """Replace a relayed connection by one without a relay; tries go on for as long as the connection is open."""
+        self._opened(await self._punched.open_some_time(connection, self._hello(CONTROL)))
         remote = connection.remote
-        while connection.is_open:
-            if self._punched.may_try(remote):
-                try:
-                    opened = await self._punched.open(connection, self._hello(CONTROL), self._config.dial_timeout_s)
-                except (Unavailable, PeerError):
-                    pass
-                else:
-                    self._opened(opened)
-                    logger.info("Peer %s is connected without a relay now: both have dialled at the same time", remote)
-                    return
-            await asyncio.sleep(PUNCH_PAUSE_S)
+        logger.info("Peer %s is connected without a relay now: both have dialled at the same time", remote)
 
     def _note_reached(self, peer_id: PeerId, address: Address, host: str) -> None:
         self.learn(peer_id, [address], AddressSource.WORKED)
@@ -744,7 +735,7 @@ class Endpoint:
     async def _welcome(self, stream: Stream, hello: Hello, way: Way) -> None:
         relays = self._config.relay_mbit_s is not None
         welcome = Welcome(AGENT, [str(address) for address in self.addresses], relays=relays)
-        if is_control(stream) and way is DIRECT and (ends := stream.ends) is not None:
+        if is_control(stream) and way == DIRECT and (ends := stream.ends) is not None:
             welcome.seen_host, welcome.seen_port = ends.there
         if is_control(stream) and hello.purpose == CONTROL:
             if self._pool.has_room():

@@ -40,7 +40,7 @@ class OutsideView:
         self._views: OrderedDict[PeerId, View] = OrderedDict()
 
     def note(self, seer: PeerId, seen: tuple[str, int], local: tuple[str, int]) -> bool:
-        """Note where another peer has seen a connection, and where it began here; return whether that changes a host.
+        """Note where another peer has seen a connection, and where it began here; return whether that is news.
 
         Ignored is what cannot come from elsewhere: a text that is no IP address, or a loopback or special address that
         this machine does not have.
@@ -53,12 +53,12 @@ class OutsideView:
         is_special = ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved
         if is_special and not is_own:
             return False
-        before = self.hosts
+        before = self.hosts, self.router
         self._views[seer] = View(seen[0], is_own, seen[1] == local[1])
         self._views.move_to_end(seer)
         if len(self._views) > MAX_VIEWS:
             self._views.popitem(last=False)
-        return self.hosts != before
+        return (self.hosts, self.router) != before
 
     @property
     def hosts(self) -> list[str]:

@@ -89,8 +89,13 @@ class ConnectionPool:
 
         One without a relay is preferred.
         """
-        open_ones = [connection for connection in self._connections.get(peer_id, []) if connection.is_open]
-        return _best_of(open_ones)[-1] if open_ones else None
+        relayed = None
+        for connection in reversed(self._connections.get(peer_id, [])):
+            if connection.is_open:
+                if connection.way.relay is None:
+                    return connection
+                relayed = relayed or connection
+        return relayed
 
     def relays(self) -> list[PeerId]:
         """Return the connected peers that could relay for this one: volunteers first, then the nearest."""
@@ -207,9 +212,7 @@ class ConnectionPool:
     def _settle(self, group: list[ControlConnection]) -> None:
         """Retire the connections that this end dialled and that the two ends will not keep."""
         open_ones = [connection for connection in group if connection.is_open]
-        if not open_ones:
-            return
-        best = _best_of(open_ones)
+        best = [c for c in open_ones if c.way.relay is None] or open_ones
         lower_dialled = [c for c in best if c.is_dialled == (self._own_id < c.remote)]
         kept = (lower_dialled or best)[-1:]
         for connection in open_ones:
@@ -269,11 +272,6 @@ class ConnectionPool:
             if connection.lost is None:
                 due.append(connection)
         return due
-
-
-def _best_of(connections: Sequence[ControlConnection]) -> Sequence[ControlConnection]:
-    """Return the connections without a relay; all if there are none."""
-    return [connection for connection in connections if connection.way.relay is None] or connections
 
 
 def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> None:

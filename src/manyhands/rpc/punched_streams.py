@@ -23,17 +23,19 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, ManyhandsError, Refused, Unavailable
+from manyhands.base.deadline import wait_at_most
+from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.announce import MAX_ADDRESS_TEXT, own_hosts
 from manyhands.rpc.connection import ControlConnection
@@ -52,8 +54,11 @@ logger = logging.getLogger(__name__)
 MAX_PLACES = 4
 """Most places in one message: outside and inside the router, in both families."""
 
+DIAL_TIMEOUT_S = 5.0
+"""Time for one attempt with its calls and its hello."""
+
 CONNECT_TIMEOUT_S = 2.0
-"""Time for one attempt. Connections that are made at all are made within two round trips."""
+"""Time to connect. Connections that are made at all are made within two round trips."""
 
 MAX_UNDER_WAY = 64
 """Attempts that this peer makes at a time for the requests of all others."""
@@ -67,14 +72,9 @@ PER_HOST = Rate(burst=64, period_s=1.0)
 IN_ALL = Rate(burst=1024, period_s=0.1)
 """The same for all hosts together."""
 
-BUSY = "busy"
-"""The code of a target that makes too many attempts already; this shows nothing about the routers."""
-
-TRIES = 3
-"""Attempts for one peer in a row. Of the pairs that can be connected, 97.6% are at the first (arXiv:2510.27500)."""
-
-TRY_AGAIN_S = 600.0
-"""Seconds after that many failures until the next attempts."""
+PAUSES_S = (1.0, 4.0, 600.0)
+"""Seconds after each failed attempt until the next one, in turns. Of the pairs that can be connected, 97.6% are at the
+first (arXiv:2510.27500); the second and third are for targets that were busy."""
 
 
 class PunchRequest(msgspec.Struct, frozen=True):
@@ -133,20 +133,23 @@ class PunchedStreams:
         self._serve = serve
         self._num_under_way = 0
         self._num_of: Counter[PeerId] = Counter()
-        self._failed: dict[PeerId, tuple[int, float]] = {}  # number of failures, and loop time of the last
+        self._has_moved = asyncio.Event()
 
     # the caller
 
-    def may_try(self, peer_id: PeerId) -> bool:
-        """Whether a stream to a peer can be tried now: there are places to name, and it did not fail too often."""
-        if not self._outside.is_known:
-            return False
-        num_failed, last_at = self._failed.get(peer_id, (0, -math.inf))
-        return num_failed % TRIES != 0 or asyncio.get_running_loop().time() - last_at > TRY_AGAIN_S
+    def moved(self) -> None:
+        """Try all peers again at once: others see this peer at another address, or its router is known now."""
+        self._has_moved.set()
+        self._has_moved.clear()
 
-    def forget_failures(self) -> None:
-        """Try all peers again: this peer is seen at another address now."""
-        self._failed.clear()
+    async def open_some_time(self, connection: ControlConnection, hello: Hello) -> Opened:
+        """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection."""
+        for pause_s in itertools.cycle(PAUSES_S):
+            if self._outside.is_known:
+                with suppress(Unavailable, PeerError):
+                    return await self.open(connection, hello, DIAL_TIMEOUT_S)
+            await wait_at_most(self._has_moved, pause_s)
+        raise AssertionError("the pauses have no end")
 
     async def open(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
         """Connect to the other end of a control connection while it connects to this one.
@@ -155,7 +158,6 @@ class PunchedStreams:
             Unavailable: there was no connection within a few seconds.
             Refused: the target refuses the attempt, or this stream.
         """
-        remote = connection.remote
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
@@ -163,12 +165,8 @@ class PunchedStreams:
             opened = await self._dialler.greet(stream, None, hello, deadline - loop.time())
         except (Unavailable, Refused) as error:
             self._counters["punches_failed"] += 1
-            if not (isinstance(error, Refused) and error.code == BUSY):
-                num_failed, _ = self._failed.get(remote, (0, 0.0))
-                self._failed[remote] = num_failed + 1, loop.time()
-            logger.debug("no direct connection to peer %s: %s", remote, error)
+            logger.debug("no direct connection to peer %s: %s", connection.remote, error)
             raise
-        self._failed.pop(remote, None)
         self._counters["punched_streams"] += 1
         return replace(opened, way=PUNCHED)
 
@@ -195,11 +193,14 @@ class PunchedStreams:
         is_full = self._num_under_way >= MAX_UNDER_WAY or self._num_of[remote] >= MAX_OF_ONE_PEER
         if connection is None or is_full:
             self._counters["refused_punches"] += 1
-            raise Refused(remote, BUSY, f"this peer makes {self._num_under_way} such attempts already")
+            raise Refused(remote, "busy", f"this peer makes {self._num_under_way} such attempts already")
         if not self._outside.is_known:
             raise Refused(remote, "no_places", f"the router of this peer is of the kind {self._outside.router}")
         places = self._allowed(remote, request.places)
-        port = self._port()
+        try:
+            port = self._port()
+        except Unavailable as error:
+            raise Refused(remote, "no_places", str(error)) from error
         delay_s = min(connection.shortest_rtt_s / 2, CONNECT_TIMEOUT_S / 2)
         self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
         return PunchResponse(self._places_from(port))

@@ -14,8 +14,8 @@ order  from, to         message
 5      caller, target   the TLS handshake of the stream, its hello, and what it is for
 =====  ===============  =================================================================================
 
-Any peer relays the control streams of two peers that are connected to it: they are small, and all of them share a fixed
-rate. Bulk streams are only relayed by volunteers (``relay_mbit_s``), which share that rate equally.
+Any peer relays the control streams of two peers that are connected to it: they are small, and share a fixed rate. Bulk
+streams are only relayed by volunteers (``relay_mbit_s``). All pairs of peers get an equal part of the rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -36,9 +36,10 @@ from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, UNREADABLE, Hello, Welcome, send_frame
 from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.upload_cap import UploadCap
 from manyhands.rpc.ways import Way, relayed_by
 from manyhands.transport.admission import source_of
-from manyhands.transport.api import Pay, Stream, Transport
+from manyhands.transport.api import Stream, Transport
 
 RELAY = "relay"
 """The purpose in the hello from a caller to a relay."""
@@ -61,16 +62,12 @@ MAX_OF_ONE_SOURCE = 128
 MAX_OF_ONE_PAIR = 20
 """Streams that it relays at a time from one caller to one target: two striped bulk streams, and a few others."""
 
-CONTROL_BYTES_PER_S = 1 << 20
-"""Rate of all relayed control streams together."""
-
-CONTROL_BURST_S = 4.0
-BULK_BURST_S = 0.1
-"""Seconds for which an unused rate is kept. Handshakes and first calls on control streams come in bursts."""
+CONTROL_MBIT_S = 8.0
+"""Megabits per second of all relayed control streams together."""
 
 CONTROL_CHUNK_BYTES = 4 * 1024
 BULK_CHUNK_BYTES = 64 * 1024
-"""Most bytes that the relay holds in each direction of a stream. All streams take turns with chunks of this size."""
+"""Most bytes that the relay holds in each direction of a stream, and forwards at a time."""
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
@@ -88,26 +85,16 @@ class RelayRequest(msgspec.Struct, frozen=True):
 make_ready(RelayRequest)
 
 
-class Pace:
-    """Spreads bytes over time, in the order in which they were registered.
+class Forwarded(NamedTuple):
+    """A stream that this peer relays.
 
-    Args:
-        bytes_per_s: the rate.
-        burst_s: seconds for which an unused rate is kept.
+    Attributes:
+        source: the IP address of the caller, or its /64 of IPv6.
     """
 
-    def __init__(self, bytes_per_s: float, burst_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._burst_s = burst_s
-        self._free_at = 0.0
-
-    async def wait_for(self, num_bytes: int) -> None:
-        """Wait until ``num_bytes`` more fit into the rate."""
-        now = asyncio.get_running_loop().time()
-        begin = max(self._free_at, now - self._burst_s)
-        self._free_at = begin + num_bytes / self._bytes_per_s
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
+    source: str
+    caller: PeerId
+    target: PeerId
 
 
 class RelayedStreams:
@@ -142,12 +129,9 @@ class RelayedStreams:
         self._serve = serve
         self._is_near = is_near
         self._is_allowed = is_allowed
-        self._num_of: Counter[str | tuple[PeerId, PeerId]] = Counter()  # by source, and by caller and target
-        self._num_streams = 0
-        self._control_pace = Pace(CONTROL_BYTES_PER_S, CONTROL_BURST_S)
-        self._bulk_pace: Pace | None = None
-        if config.relay_mbit_s:
-            self._bulk_pace = Pace(config.relay_mbit_s * 125_000, BULK_BURST_S)
+        self._forwarded: list[Forwarded] = []
+        self._control_cap = UploadCap(CONTROL_MBIT_S)
+        self._bulk_cap = UploadCap(config.relay_mbit_s) if config.relay_mbit_s is not None else None
 
     # the caller
 
@@ -207,16 +191,13 @@ class RelayedStreams:
             request = msgspec.msgpack.decode(hello.header, type=RelayRequest)
         except UNREADABLE as error:
             raise ProtocolViolation(caller, f"sent a request for a relay that cannot be read: {error}") from error
-        keys = source_of(stream.remote_host), (caller, request.target)
-        self._check(caller, request, *keys)
-        self._num_of.update(keys)
-        self._num_streams += 1
+        one = Forwarded(source_of(stream.remote_host), caller, request.target)
+        self._check(one, is_bulk=request.is_bulk)
+        self._forwarded.append(one)
         try:
             await self._forward(stream, request, welcome)
         finally:
-            self._num_streams -= 1
-            self._num_of.subtract(keys)
-            self._num_of = +self._num_of  # without those at 0
+            self._forwarded.remove(one)
 
     async def _forward(self, stream: Stream, request: RelayRequest, welcome: Welcome) -> None:
         try:
@@ -226,42 +207,39 @@ class RelayedStreams:
         self._counters["relayed_streams"] += 1
         try:
             await send_frame(stream, welcome)
-            await self._transport.forward(stream, opened.stream, *self._terms(request))
+            cap, chunk_bytes = self._control_cap, CONTROL_CHUNK_BYTES
+            if request.is_bulk and self._bulk_cap is not None:
+                cap, chunk_bytes = self._bulk_cap, BULK_CHUNK_BYTES
+            turn = cap.turn_of(f"{stream.remote} {request.target}")
+            await self._transport.forward(stream, opened.stream, chunk_bytes, functools.partial(self._pay, cap, turn))
         finally:
             self._streams.release(opened.stream)
 
-    def _check(self, caller: PeerId, request: RelayRequest, source: str, pair: tuple[PeerId, PeerId]) -> None:
+    def _check(self, one: Forwarded, *, is_bulk: bool) -> None:
+        num_of_source = sum(other.source == one.source for other in self._forwarded)
+        num_of_pair = self._forwarded.count(one)
         code = message = ""
-        if not (self._is_allowed(caller) and self._is_allowed(request.target)):
+        if not (self._is_allowed(one.caller) and self._is_allowed(one.target)):
             code = "not_allowed"
             message = "this peer is in a run by invitation, and relays for its members only"
-        elif not self._is_near(request.target) or request.target == caller:
+        elif not self._is_near(one.target) or one.target == one.caller:
             code = "not_connected"
-            message = f"this peer is not connected to peer {request.target}"
-        elif request.is_bulk and self._bulk_pace is None:
+            message = f"this peer is not connected to peer {one.target}"
+        elif is_bulk and self._bulk_cap is None:
             code = "no_relay"
             message = "this peer relays no bulk data; started with --relay it would"
         elif (
-            self._num_streams >= MAX_STREAMS
-            or self._num_of[source] >= MAX_OF_ONE_SOURCE
-            or self._num_of[pair] >= MAX_OF_ONE_PAIR
+            len(self._forwarded) >= MAX_STREAMS or num_of_source >= MAX_OF_ONE_SOURCE or num_of_pair >= MAX_OF_ONE_PAIR
         ):
             code = "busy"
-            message = f"this peer relays {self._num_streams} streams already, {self._num_of[pair]} for this pair"
+            message = f"this peer relays {len(self._forwarded)} streams already, {num_of_pair} for this pair"
         if code:
             self._counters["refused_relays"] += 1
-            raise Refused(caller, code, message)
+            raise Refused(one.caller, code, message)
 
-    def _terms(self, request: RelayRequest) -> tuple[int, Pay]:
-        """Return how many bytes are held in each direction of a stream, and the function that limits its rate."""
-        if not request.is_bulk:
-            return CONTROL_CHUNK_BYTES, functools.partial(self._pay, self._control_pace)
-        assert self._bulk_pace is not None, "the request was checked"
-        return BULK_CHUNK_BYTES, functools.partial(self._pay, self._bulk_pace)
-
-    async def _pay(self, pace: Pace, num_bytes: int) -> None:
+    async def _pay(self, cap: UploadCap, turn: asyncio.Lock, num_bytes: int) -> None:
         self._counters["relayed_bytes"] += num_bytes
-        await pace.wait_for(num_bytes)
+        await cap.wait_for(num_bytes, turn)
 
     # the target
 

@@ -1,4 +1,4 @@
-"""An upload limit for one peer, shared equally by the kinds of its bulk streams."""
+"""A limit of the bytes per second over several streams, which is shared equally by groups of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from manyhands.transport.passing import PassingStream
 from manyhands.transport.piecewise import Piecewise
 
 PIECE_BYTES = 1 << 16
-"""Kinds of streams, and the streams of one kind, take turns with pieces of this size."""
+"""Groups of streams, and the streams of one group, take turns with pieces of this size."""
 
 BURST_S = 0.05
 """Seconds for which unused capacity is kept: a burst after a pause is no longer than this."""
 
 
 class UploadCap:
-    """Limits the bytes per second over all bulk streams of one endpoint, before encryption.
+    """Limits the bytes per second of some streams together: those that an endpoint sends, or those that it relays.
 
-    Control messages are not limited. Each of two concurrent runs gets half, however many streams it has.
+    Groups of streams take turns, and so get equal parts, however many streams each has. The groups are kinds of bulk
+    streams, so each of two concurrent runs gets half, and for a relay the pairs of peers.
 
     Args:
         mbit_s: megabits per second.
@@ -31,12 +32,12 @@ class UploadCap:
         self._turn = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def turn_of(self, kind: str) -> asyncio.Lock:
-        """Return the lock that streams of a kind hold while they wait for that kind's turn."""
-        return self._turns.setdefault(kind, asyncio.Lock())
+    def turn_of(self, group: str) -> asyncio.Lock:
+        """Return the lock that the streams of a group hold while they wait for its turn."""
+        return self._turns.setdefault(group, asyncio.Lock())
 
     async def wait_for(self, num_bytes: int, turn: asyncio.Lock) -> None:
-        """Wait until ``num_bytes`` more may be sent, and count them; kinds take turns, each in FIFO order."""
+        """Wait until ``num_bytes`` more may be sent, and count them; groups take turns, each in FIFO order."""
         loop = asyncio.get_running_loop()
         async with turn, self._turn:
             if (wait_s := self._free_at - loop.time()) > 0:

@@ -15,7 +15,7 @@ ID_BYTES = 64
 
 
 class ObjectStream(ControlStream, Protocol):
-    """A stream that can be given to another peer: it can say who is at its other end."""
+    """A stream whose other end can change: once a relay forwards it, that is another peer."""
 
     remote: PeerId
     is_bulk: bool

@@ -45,6 +45,9 @@ REFUSED_PAUSE_S = 0.1
 STALLED_S = 60.0
 """Seconds for which one end of a forwarded connection may read nothing although there is something to read."""
 
+DEAD_S = 120
+"""Seconds without an answer after which the other machine of a forwarded connection counts as gone."""
+
 LAST_BYTES_S = 10.0
 """Seconds that one end of a forwarded connection may still send after the other has closed."""
 
@@ -370,11 +373,14 @@ def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
 async def forward(one: socket.socket, other: socket.socket, chunk_bytes: int, pay: Pay) -> None:
     """Forward bytes between two connections until both are at their end, or one fails; then close them.
 
-    Once one end has closed, the other has :data:`LAST_BYTES_S` for what it still sends.
+    Once one end has closed, the other has :data:`LAST_BYTES_S` for what it still sends. A machine that has vanished
+    counts as failed after :data:`DEAD_S`.
 
     Args:
         chunk_bytes: most bytes that are held in each direction.
     """
+    for sock in (one, other):
+        _end_if_dead(sock)
     directions = [
         asyncio.ensure_future(_forward_one_way(source, sink, chunk_bytes, pay))
         for source, sink in ((one, other), (other, one))
@@ -393,6 +399,14 @@ async def forward(one: socket.socket, other: socket.socket, chunk_bytes: int, pa
         finally:
             one.close()
             other.close()
+
+
+def _end_if_dead(sock: socket.socket) -> None:
+    """Have the system end an idle connection whose other machine does not answer, where it can."""
+    for name, value in (("TCP_KEEPIDLE", DEAD_S // 2), ("TCP_KEEPINTVL", DEAD_S // 6), ("TCP_KEEPCNT", 3)):
+        if (option := getattr(socket, name, None)) is not None:
+            with suppress(OSError):  # it was reset at once
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def _forward_one_way(source: socket.socket, sink: socket.socket, chunk_bytes: int, pay: Pay) -> None:

@@ -165,7 +165,7 @@ class TlsTransport:
         self.identity = identity
         self.limits = limits or ListenLimits()
         self._client_contexts = {alpn: tls_context(identity, is_server=False, alpn=alpn) for alpn in (ALPN, BULK_ALPN)}
-        self._server_context = tls_context(identity, is_server=True)  # it writes a file: not only when the disk is full
+        self._server_context = tls_context(identity, is_server=True)  # now: it writes a file, and the disk may fill
         self._threads = BlockingThreads(f"manyhands bulk {identity.peer_id[-6:]}")
         self._ciphertext = bytearray(READ_BYTES)
 
@@ -218,14 +218,13 @@ class TlsTransport:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         sock = await tcp.connect(address, timeout_s)
-        return await self._dial_over(sock, address, deadline - loop.time(), alpn)
+        return await self._dial_over(sock, str(address), address.peer_id, deadline - loop.time(), alpn)
 
     async def dial_through(
         self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool
     ) -> TlsStream | SealedStream:
-        address = Address.of(carrier.remote_host, 1, peer_id)
         where = f"peer {peer_id} through relay {carrier.remote}"
-        return await self._dial_over(_socket_of(carrier), address, timeout_s, BULK_ALPN if is_bulk else ALPN, where)
+        return await self._dial_over(_socket_of(carrier), where, peer_id, timeout_s, BULK_ALPN if is_bulk else ALPN)
 
     async def accept_through(self, carrier: Stream, timeout_s: float) -> TlsStream | SealedStream:
         where = f"a peer through relay {carrier.remote}"
@@ -264,7 +263,7 @@ class TlsTransport:
                 sock.close()
                 raise
             try:
-                return await self._dial_over(sock, place.with_peer(peer_id), timeout_s, BULK_ALPN if is_bulk else ALPN)
+                return await self._dial_over(sock, str(place), peer_id, timeout_s, BULK_ALPN if is_bulk else ALPN)
             finally:
                 turn.release()
 
@@ -297,18 +296,17 @@ class TlsTransport:
 
     async def dial_over(self, sock: socket.socket, address: Address, timeout_s: float) -> TlsStream:
         """Like :meth:`dial`, over a connected socket; takes ownership of it, also on failure."""
-        stream = await self._dial_over(sock, address, timeout_s, ALPN)
+        stream = await self._dial_over(sock, str(address), address.peer_id, timeout_s, ALPN)
         assert isinstance(stream, TlsStream)
         return stream
 
     async def _dial_over(
-        self, sock: socket.socket, address: Address, timeout_s: float, alpn: str, where: str = ""
+        self, sock: socket.socket, where: str, peer_id: PeerId | None, timeout_s: float, alpn: str
     ) -> TlsStream | SealedStream:
-        """Run the handshake with the peer of an address over a socket, which leads to ``where``, if not there."""
-        where = where or str(address)
+        """Run the handshake with a peer, or with any if ``peer_id`` is None, over a socket that leads there."""
         try:
             session = await self._handshake(where, sock, timeout_s, alpn)
-            remote = self._checked(address, where, session, alpn)
+            remote = self._checked(where, peer_id, session, alpn)
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:
             sock.close()
@@ -333,7 +331,7 @@ class TlsTransport:
             raise DialFailed(where, DialReason.NOT_MANYHANDS, detail) from error
         return session
 
-    def _checked(self, address: Address, where: str, session: TlsSession, alpn: str) -> PeerId:
+    def _checked(self, where: str, peer_id: PeerId | None, session: TlsSession, alpn: str) -> PeerId:
         remote = session.remote_peer_id()
         if session.selected_alpn != alpn:
             raise DialFailed(where, DialReason.PROTOCOL_VERSION, f"this peer speaks {alpn}")
@@ -341,7 +339,7 @@ class TlsTransport:
             raise DialFailed(where, DialReason.NOT_MANYHANDS, "its key is not Ed25519")
         if remote == self.identity.peer_id:
             raise DialFailed(where, DialReason.ITSELF)
-        if address.peer_id not in (None, remote):
+        if peer_id not in (None, remote):
             raise DialFailed(where, DialReason.WRONG_IDENTITY, f"found {remote}")
         return remote
 

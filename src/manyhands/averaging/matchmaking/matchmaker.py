@@ -310,7 +310,9 @@ class Matchmaker:
             self._reach_all()
         spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
         timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # a silent leader is passed over then
-        ways = self._ways_to_clients()
+        clients = self._other_clients()
+        ways = self._ways_to(clients)
+        self._greet_unmet(clients)
         request = JoinRequest(
             self._run_fingerprint, position, own, min(patience_s, DAY_S), sorted(ways.punched), sorted(ways.relayed)
         )
@@ -334,14 +336,16 @@ class Matchmaker:
             else:
                 self._failed(leader, matchmaking_machine.LATE, f"peer {leader} gives this one no place")
 
-    def _ways_to_clients(self) -> Ways:
-        """The other clients that this peer can exchange with, if it is one itself."""
+    def _other_clients(self) -> list[PeerId]:
+        """The other clients of the next group, if this peer is one too and they are few enough to meet each other."""
         if not self._endpoint.client_mode:
-            return Ways()
+            return []
         expected = self._meeting.attendees().expected
         clients = [peer_id for peer_id, is_client in expected.items() if is_client]
-        if len(clients) > MAX_CLIENTS_MET:  # so many are not all connected to each other
-            return Ways()
+        return clients if len(clients) <= MAX_CLIENTS_MET else []
+
+    def _ways_to(self, clients: Sequence[PeerId]) -> Ways:
+        """How this peer can exchange with other clients."""
         ways = {peer_id: self._endpoint.way_to(peer_id) for peer_id in clients}
         punched = frozenset(peer_id for peer_id, way in ways.items() if way == PUNCHED)
         relayed = frozenset(
@@ -349,14 +353,18 @@ class Matchmaker:
             for peer_id, way in ways.items()
             if way is not None and way.relay is not None and self._endpoint.carries_bulk(peer_id)
         )
-        unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]
-        if unmet and self._endpoint.outside.is_known and (self._greeting is None or self._greeting.done()):
-            self._rng.shuffle(unmet)
-            self._greeting = self._tasks.spawn(self._greet(unmet), name="connecting to other clients")
         return Ways(punched, relayed)
 
+    def _greet_unmet(self, clients: Sequence[PeerId]) -> None:
+        """Connect to the other clients in the background, so that this peer may reduce in later rounds."""
+        unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]
+        is_busy = self._greeting is not None and not self._greeting.done()
+        if unmet and self._endpoint.outside.is_known and not is_busy:
+            self._rng.shuffle(unmet)
+            self._greeting = self._tasks.spawn(self._greet(unmet), name="connecting to other clients")
+
     async def _greet(self, clients: Sequence[PeerId]) -> None:
-        """Connect to other clients, so that this peer may reduce in later rounds; end at the first that fails."""
+        """Connect to other clients; end at the first that fails."""
         for peer_id in clients:
             try:
                 await self._endpoint.ping(peer_id, DIAL_S)
