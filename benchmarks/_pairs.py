@@ -42,6 +42,7 @@ BYTES = 8 << 20
 SETTLE_S = 4.0
 """By then a pair that can be connected without a relay is."""
 
+COLUMNS = 1000
 WARM_UP_ROUNDS = 2
 """In these the peers get to know each other."""
 
@@ -151,7 +152,8 @@ class Averaging:
         """Join; returns the addresses."""
         listen = {} if is_client else {"listen": [f"{LISTEN}/{PORT}"]}
         self._peer = manyhands.Peer(initial_peers, client_mode=is_client, rpc_config=self._rpc, **listen)  # type: ignore[arg-type]
-        tensor = torch.rand(self._num_params, generator=torch.Generator().manual_seed(seed))
+        shape = self._num_params // COLUMNS, COLUMNS  # vectors stay exact, whatever the codec
+        tensor = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         config = AveragingConfig(
             codec="int8", matchmaking_time_s=30.0, averaging_timeout_s=240.0, stream_timeout_s=60.0, max_group_size=64
         )

@@ -214,7 +214,10 @@ class RoundRunner:
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            self._bandwidth.end_round(driver.num_bytes_sent, committed.averaging_s, driver.rate)
+            could_reduce = group.members[contribution.rank].can_reduce
+            self._bandwidth.end_round(
+                driver.num_bytes_sent, committed.averaging_s, driver.rate, could_reduce=could_reduce
+            )
         return committed
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:

@@ -57,6 +57,14 @@ def test_a_line_that_became_faster_or_slower_is_found_in_the_second_round(factor
     assert after(*[10.0 * MB] * 8, *[factor * 10 * MB] * 2).bandwidth == factor * 10 * MB
 
 
+def test_a_round_in_which_a_client_could_not_reduce_shows_only_a_measured_rate() -> None:
+    bandwidth = RoundBandwidth(None)
+    bandwidth.end_round(10 * MB, 1.0, None, could_reduce=False)
+    assert bandwidth.bandwidth == 0, "it sent a part of what a reducer sends"
+    bandwidth.end_round(10 * MB, 1.0, 30.0 * MB, could_reduce=False)
+    assert bandwidth.bandwidth == 30 * MB
+
+
 def test_without_a_rate_a_peer_counts_as_somewhat_faster_than_it_was() -> None:
     bandwidth = RoundBandwidth(None)
     add_round(bandwidth, None, num_bytes=20 * MB, seconds=2.0)

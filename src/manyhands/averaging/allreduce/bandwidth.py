@@ -6,7 +6,8 @@ that became faster or slower is found in the second round.
 
 Where the system reports nothing, a round only shows a lower bound: the bytes that this peer sent, by the time of the
 whole round. That time is the same for all members, so their spans keep their proportions. But beside members whose
-bandwidth was measured, a slow one is soon seen to be slow.
+bandwidth was measured, a slow one is soon seen to be slow. A client that may not reduce sends far less than a reducer
+in that time, so its round shows nothing: it would own next to nothing once it may reduce.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ class RoundBandwidth:
         """The estimate in bytes per second; 0 if unknown."""
         return min(max(1, round(statistics.median_high(self._latest))), MAX_BANDWIDTH) if self._latest else 0
 
-    def end_round(self, num_bytes: int, seconds: float, rate: float | None) -> None:
+    def end_round(self, num_bytes: int, seconds: float, rate: float | None, *, could_reduce: bool = True) -> None:
         """End a round that gave this peer the mean.
 
         Args:
             num_bytes: bytes that it sent.
             seconds: from when the group had formed until the verdict, as sent bytes may wait in the system's buffers.
             rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
+            could_reduce: whether it sent means, too, or could have.
         """
         least = UNTESTED * num_bytes / max(seconds, EPSILON)
         was_blamed = not self.may_reduce
@@ -98,7 +100,7 @@ class RoundBandwidth:
             return
         if was_blamed:
             self._restart(*self._declared)
-        if num_bytes >= MIN_BYTES and least > self.bandwidth:
+        if could_reduce and num_bytes >= MIN_BYTES and least > self.bandwidth:
             self._restart(least)
 
     def end_slow_round(self, num_bytes: int, seconds: float) -> float | None:
