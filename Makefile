@@ -10,7 +10,7 @@ BUILD_TOOLS := pip hatchling editables
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo screenshots test test-long test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
+.PHONY: help install demo screenshots test test-long test-cuda test-faults test-step-faults test-hostile soak sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test-step-faults: $(VENV)/.dev  ## freeze real trainers, set their clocks wrong,
 
 test-hostile: $(VENV)/.dev  ## attack a run of real processes on addresses of their own; Linux, root (ARGS='--case state')
 	$(PY) -m tests.hostile $(ARGS)
+
+soak: $(VENV)/.dev  ## kill, stop, slow down and start up to ten real trainers for long (MINUTES=30 SEED=1)
+	$(PY) -m tests.faults.soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) $(ARGS)
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)

@@ -1,0 +1,36 @@
+"""The events of ``make soak``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.faults.soak import MAX_PEERS, MIN_RUNNING, WEIGHTS, events
+
+MINUTES = 30.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_least_three_peers_always_run_undisturbed_and_at_most_ten_are_there(seed: int) -> None:
+    calm_at_s: dict[int, float] = {}  # by place with a peer
+    for event in events(seed, MINUTES * 60):
+        if event.kind == "join":
+            assert event.place not in calm_at_s, "the place was empty"
+            calm_at_s[event.place] = event.at_s
+            assert len(calm_at_s) <= MAX_PEERS
+            continue
+        assert calm_at_s[event.place] <= event.at_s, "one thing at a time"
+        if event.kind in ("kill", "leave"):
+            del calm_at_s[event.place]
+        else:
+            calm_at_s[event.place] = event.at_s + event.lasts_s
+        assert sum(until_s <= event.at_s for until_s in calm_at_s.values()) >= MIN_RUNNING
+
+
+def test_events_follow_from_the_seed_and_end_in_time() -> None:
+    one = list(events(3, MINUTES * 60))
+    assert one == list(events(3, MINUTES * 60)) != list(events(4, MINUTES * 60))
+    assert max(event.at_s + event.lasts_s for event in one) <= MINUTES * 60
+    assert {event.kind for event in one} == set(WEIGHTS)
+    assert all(math.isfinite(event.amount) for event in one)
