@@ -9,9 +9,9 @@ import torch
 from _roster import Everybody
 
 from manyhands import Peer
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.allreduce.partition import owned_spans
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.grid.seats import Layout, Seat, Step
 from manyhands.averaging.messages import (
     ASK_IN_ROUND,
@@ -38,7 +39,6 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.peer_records import PEER_RECORD, PeerRecord, SeenRecord
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.roster import Roster, check_roster, lineage_of, next_place
 from manyhands.averaging.round.count import Count
 from manyhands.averaging.round.round_machine import Exchanged, Finish, Round, Told

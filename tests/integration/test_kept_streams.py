@@ -13,9 +13,9 @@ import torch
 
 from manyhands.averaging.allreduce import streams
 from manyhands.averaging.allreduce.streams import PartnerStreams
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, Position, StreamHeader
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit

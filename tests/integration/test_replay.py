@@ -13,10 +13,10 @@ import pytest
 import torch
 from blake3 import blake3
 
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest, SpanResult, digest_of_all
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed, receive_framed

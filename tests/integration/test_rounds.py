@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.streams import RoundStream
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -35,7 +36,6 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.round import driver as round_driver
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Exchange

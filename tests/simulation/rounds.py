@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, SpanResult
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from manyhands.averaging.averager import Averager, RoundResult
+from manyhands.averaging.averager_presence import LAST_ROUND, first_position
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import AVERAGING_KIND, PeerRecord, peer_key
-from manyhands.averaging.presence import LAST_ROUND, first_position
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError

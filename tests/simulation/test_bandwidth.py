@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig

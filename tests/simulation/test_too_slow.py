@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address

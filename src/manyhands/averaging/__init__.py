@@ -5,6 +5,7 @@ question                                               file
 =====================================================  =================================================
 who is a member, who leads, who is at fault            ``roster.py``
 who comes to a round                                   ``attendees.py``
+whose request for a place is refused, and why          ``matchmaking/admission.py``
 how a peer finds the group of its round                ``matchmaking/matchmaking_machine.py``
 how long it waits for others there                     ``matchmaking/patience.py``
 what one peer does in a round                          ``round/round_machine.py``
@@ -13,6 +14,8 @@ when a member is asked, lost, or too slow              ``round/times.py``
 what a member may not send                             ``round/limits.py``
 how long anything takes at most                        ``timing.py``
 =====================================================  =================================================
+
+``averager_presence.py`` and ``averager_loop.py`` serve averagers outside an optimizer alone.
 
 ``allreduce/`` moves the vectors: ``butterfly.py`` is one member's exchange, ``reducer.py`` its own span of the mean. A
 mean goes from there through ``round/exchange.py`` and ``round/driver.py`` to ``rounds.py``, which returns it.

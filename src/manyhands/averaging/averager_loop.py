@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from manyhands.averaging.averager_presence import PresenceTracker
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position
-from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, offsets_of, state_of

@@ -278,13 +278,17 @@ class CallResponse(msgspec.Struct, omit_defaults=True):
     leader_addresses: list[AddressText] = []
 
 
-class Accusation(msgspec.Struct, frozen=True):
-    """A member's report about another member, or about itself, that it did wrong or did nothing."""
+class Complaint(msgspec.Struct, frozen=True):
+    """A member's report to the leader that another member, or it itself, did wrong or did nothing.
 
-    accused: Rank
+    It decides who takes part in the next exchange of the round. What the manifest says of a member afterwards is an
+    *accusation* (:mod:`.roster`).
+    """
+
+    about: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False  # it sent forbidden data, rather than too little
-    is_stalled: bool = False  # it opened no stream, or sent nothing; else it may have given up the accuser first
+    is_stalled: bool = False  # it opened no stream, or sent nothing; else it may have given up the other one first
 
 
 class Vote(msgspec.Struct):
@@ -296,7 +300,7 @@ class Vote(msgspec.Struct):
             reduce nothing. No digests at all if the member lacks a part of the result.
         parts: the contributors to the result that it holds, as in :class:`RoundManifest`.
         reason: why it lacks a part of the result.
-        accusations: members whose values or means did not come, and why.
+        complaints: members whose values or means did not come, and why.
     """
 
     group_id: Digest
@@ -304,7 +308,7 @@ class Vote(msgspec.Struct):
     digests: Annotated[list[Digest], msgspec.Meta(max_length=2**16)] = []
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
-    accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
+    complaints: Annotated[list[Complaint], msgspec.Meta(max_length=256)] = []
 
     @property
     def digest(self) -> bytes:

@@ -2,8 +2,8 @@
 
 A record says where in the run its peer is, and how it can be reached. Optimizers say in it how far they are towards the
 next global step (:mod:`manyhands.optim.run.progress`), averagers which tensors they average
-(:mod:`manyhands.averaging.presence`). Their records lie under different keys, so optimizers and averagers of one run id
-never take each other for their own kind.
+(:mod:`manyhands.averaging.averager_presence`). Their records lie under different keys, so optimizers and averagers of
+one run id never take each other for their own kind.
 
 Records are signed, and published when they change, and again before they expire. A record counts until it expires, a
 later one replaces it, or its peer says goodbye. A peer that did not come to a round, or sent no state, is *missing*

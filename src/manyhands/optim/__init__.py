@@ -8,7 +8,10 @@ What do the conditions for that mean?                 ``run/run_machine.py`` (``
 How are these computed?                               ``run/tracker.py`` (``situation``)
 Which claims about the run's position are believed?   ``run/belief.py``
 When do a peer's parameters differ from the others'?  ``run/drift.py``
+What happens when a run has split?                    ``run/branches.py``
+How does a newcomer get its place in the run?         ``state/catching_up.py``
 How does a peer get to the position of the run?       ``state/catching_up.py``
+What do the others learn when a peer leaves?          ``run/collaboration.py`` (``Collaboration.close``)
 What becomes of a peer's samples?                     ``step/global_step.py``
 How does the averaged gradient reach the parameters?  ``step/global_step.py``
 ====================================================  =================================================

@@ -103,7 +103,8 @@ class Optimizer(OptimizerWrapper):
             precision. By default this is so only if ``delay`` is given, which needs it.
         auxiliary: this peer has no data, and only helps to average.
         allow_solo: if other peers are seen, but several rounds with them have failed in a row, go on alone instead of
-            waiting. The run may split; the work of the branch with fewer steps is lost when the branches meet again.
+            waiting. The run may split; when the branches meet again, the steps of one of them are lost, usually of the
+            one with fewer steps (:mod:`manyhands.optim.run.branches`).
         start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses to, as
             the name may be mistyped, or the others may be gone. None begins it with a warning. True begins it, and also
             says that the run begins from the parameters of this peer, if it is still at step 0; otherwise the

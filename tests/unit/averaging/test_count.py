@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.messages import Accusation, Again, SpanResult, Verdict, Vote
+from manyhands.averaging.messages import Again, Complaint, SpanResult, Verdict, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, dropped
 from tests.unit.averaging.groups import group_of, peer
 
@@ -33,9 +33,9 @@ def holding(*digests: bytes) -> Vote:
     return Vote(b"group", 0, list(digests))
 
 
-def lacking(*accused: int, exchange: int = 0) -> Vote:
-    accusations = [Accusation(rank, f"{rank} was lost") for rank in accused]
-    return Vote(b"group", exchange, reason="somebody was lost", accusations=accusations)
+def lacking(*lost: int, exchange: int = 0) -> Vote:
+    complaints = [Complaint(rank, f"{rank} was lost") for rank in lost]
+    return Vote(b"group", exchange, reason="somebody was lost", complaints=complaints)
 
 
 @given(elections())
@@ -52,7 +52,7 @@ def test_a_verdict_follows_the_majority(election: tuple[int, list[tuple[int, byt
         decision = count.decide()
         most = max(Counter(first.values()).values(), default=0)
         if isinstance(decision, Again):
-            assert len(set(first.values())) == 2, "else nobody accuses anybody"
+            assert len(set(first.values())) == 2, "else nobody complains"
             assert 0 not in decision.members, "it has sent different means"
             assert 2 * most <= num_members
             return
@@ -263,7 +263,7 @@ def test_one_member_alone_cannot_have_all_others_left_out() -> None:
     """It votes at once, and says that nobody else has sent it anything."""
     count = Count(group_of(5))
     vote = lacking()
-    vote.accusations = [Accusation(rank, "it sent nothing", is_stalled=True) for rank in range(4)]
+    vote.complaints = [Complaint(rank, "it sent nothing", is_stalled=True) for rank in range(4)]
     count.add(4, vote)
     assert count.only_stalled() == set()
 
@@ -291,13 +291,13 @@ def test_an_exchange_that_failed_for_all_is_not_repeated_among_the_same() -> Non
     assert verdict.reason == "somebody was lost"
 
 
-def test_a_member_at_fault_is_blamed_though_it_has_voted_and_accuses_others() -> None:
-    """It sent the others no values, lost them by that, and accuses them."""
+def test_a_member_at_fault_is_blamed_though_it_has_voted_and_complains_of_others() -> None:
+    """It sent the others no values, lost them by that, and complains of them."""
     count = Count(group_of(4))
     count.add(3, lacking(0, 1, 2))
     for rank in range(3):
         vote = vote_of(count, b"digest")
-        vote.accusations = [Accusation(3, "it sent nothing", is_stalled=True)]
+        vote.complaints = [Complaint(3, "it sent nothing", is_stalled=True)]
         count.add(rank, vote)
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
@@ -307,16 +307,16 @@ def test_a_member_at_fault_is_blamed_though_it_has_voted_and_accuses_others() ->
 # who must go
 
 
-def say(accuser: int, accused: int, *, is_violation: bool = False, is_stalled: bool = False) -> tuple[int, Accusation]:
-    return accuser, Accusation(accused, f"{accuser} of {accused}", is_violation, is_stalled)
+def say(by: int, about: int, *, is_violation: bool = False, is_stalled: bool = False) -> tuple[int, Complaint]:
+    return by, Complaint(about, f"{by} of {about}", is_violation, is_stalled)
 
 
 @pytest.mark.parametrize(
-    ("accusations", "gone"),
+    ("complaints", "gone"),
     [
         ([], set()),
         ([say(0, 2), say(1, 2)], {2}),
-        ([say(2, 0), say(2, 1), say(2, 3)], {2}),  # who accuses everybody
+        ([say(2, 0), say(2, 1), say(2, 3)], {2}),  # it complains of everybody
         ([say(1, 0)], {1}),  # the leader stays,
         ([say(0, 0, is_violation=True)], {0}),  # unless by its own word
         ([say(1, 2), say(2, 1)], {2}),
@@ -327,16 +327,16 @@ def say(accuser: int, accused: int, *, is_violation: bool = False, is_stalled: b
         ([say(1, 0, is_stalled=True), say(0, 1, is_stalled=True)], {1}),
     ],
 )
-def test_accusations_decide_which_members_are_dropped(
-    accusations: list[tuple[int, Accusation]], gone: set[int]
-) -> None:
-    assert dropped(accusations, 0).keys() == gone
+def test_complaints_decide_which_members_are_dropped(complaints: list[tuple[int, Complaint]], gone: set[int]) -> None:
+    assert dropped(complaints, 0).keys() == gone
 
 
 @given(st.lists(st.builds(say, st.integers(0, 6), st.integers(0, 6), is_violation=st.booleans())))
-def test_of_an_accuser_and_the_accused_at_least_one_is_dropped(accusations: list[tuple[int, Accusation]]) -> None:
-    gone = dropped(accusations, 0)
-    assert all(accuser in gone or said.accused in gone for accuser, said in accusations)
+def test_of_two_members_of_which_one_complains_of_the_other_at_least_one_is_dropped(
+    complaints: list[tuple[int, Complaint]],
+) -> None:
+    gone = dropped(complaints, 0)
+    assert all(by in gone or said.about in gone for by, said in complaints)
 
 
 def test_a_member_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
@@ -345,7 +345,7 @@ def test_a_member_that_sent_nothing_and_does_not_vote_is_named_once_all_others_h
     for rank in range(3):
         assert count.only_stalled() == set()
         vote = lacking()
-        vote.accusations = [stalled] if rank == 0 else []
+        vote.complaints = [stalled] if rank == 0 else []
         count.add(rank, vote)
         assert count.decide() is None
     assert count.only_stalled() == {3}
@@ -367,7 +367,7 @@ def test_silent_guests_stop_no_round_however_many_they_are() -> None:
     assert verdict.manifest is not None
 
 
-def test_votes_and_accusations_of_guests_do_not_count() -> None:
+def test_votes_and_complaints_of_guests_do_not_count() -> None:
     count = Count(group_of(7), voters=range(3))
     for guest in range(3, 7):
         count.add(guest, vote_of(count, b"other means"))
@@ -378,7 +378,7 @@ def test_votes_and_accusations_of_guests_do_not_count() -> None:
         count.add(guest, vote)
     for voter in range(3):
         count.add(voter, lacking(3))
-    assert count.decide() == Again(1, [0, 1, 2, 4, 5, 6]), "a member accuses a guest: the guest goes"
+    assert count.decide() == Again(1, [0, 1, 2, 4, 5, 6]), "a member complains of a guest: the guest goes"
 
 
 def test_the_others_exchange_again_without_guests_that_never_came() -> None:
@@ -395,7 +395,7 @@ def test_the_word_of_guests_has_no_member_blamed_asked_or_given_up(fault: dict[s
     count = Count(group_of(5), voters=range(3))
     for guest in (3, 4):
         vote = lacking()
-        vote.accusations = [Accusation(2, "it lies", **fault)]
+        vote.complaints = [Complaint(2, "it lies", **fault)]
         count.add(guest, vote)
     for voter in (0, 1):
         assert count.suspects() == count.only_stalled() == set()

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.messages import (
     Group,
     JoinRequest,
@@ -20,7 +21,6 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.presence import next_position
 from manyhands.averaging.round.exchange import stream_id
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import AT, group_of, peer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from manyhands.averaging.messages import Accusation, Group, Verdict, VerdictQuery, Vote
+from manyhands.averaging.messages import Complaint, Group, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.round_machine import (
     Action,
     Ask,
@@ -180,18 +180,18 @@ class World:
                 after.faults = replace(self.faults, breaks=self.faults.breaks - 1)
                 yield after
 
-    def voting(self, rank: int, number: int, accused: tuple[int, ...], *, is_victim: bool = False) -> World:
-        after = self.copy(f"{rank} votes {number}, accuses {accused}{', is a victim' if is_victim else ''}")
+    def voting(self, rank: int, number: int, lost: tuple[int, ...], *, is_victim: bool = False) -> World:
+        after = self.copy(f"{rank} votes {number}, complains of {lost}{', is a victim' if is_victim else ''}")
         after.exchanging -= {rank}
-        said = [Accusation(other, f"{other} sent nothing", is_stalled=True) for other in accused]
+        said = [Complaint(other, f"{other} sent nothing", is_stalled=True) for other in lost]
         reducers = {other for other in self.in_exchange[number] if not self.group.members[other].is_client}
         digests = [b"means of %d" % number if other in reducers else b"" for other in range(len(self.rounds))]
         if is_victim:
             assert self.liar is not None
             digests[self.liar] = b"means for %d" % rank
-        reason = "something is missing" if accused else ""
-        vote = Vote(b"group", number, [] if accused else digests, reason=reason, accusations=said)
-        if not accused:
+        reason = "something is missing" if lost else ""
+        vote = Vote(b"group", number, [] if lost else digests, reason=reason, complaints=said)
+        if not lost:
             after.cast[vote.digest] = after.cast.get(vote.digest, frozenset()) | {rank}
         return after.feed(rank, Exchanged(vote))
 
@@ -244,7 +244,7 @@ def _copied(one: Round) -> Round:
 
 
 def _key_of_vote(vote: Vote) -> object:
-    return vote.exchange, tuple(vote.digests), tuple(said.accused for said in vote.accusations)
+    return vote.exchange, tuple(vote.digests), tuple(said.about for said in vote.complaints)
 
 
 def _key_of_round(one: Round) -> object:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.messages import Accusation, Again, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
+from manyhands.averaging.messages import Again, Complaint, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.round_machine import (
     Ask,
     AskOthers,
@@ -93,7 +93,7 @@ def test_a_verdict_with_impossible_parts_is_not_believed(parts: list[SpanResult]
 
 
 def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
-    """By its word alone a leader would have honest members accuse one of them."""
+    """By its word alone a leader would have honest members complain of one of them."""
     forged = GROUP.manifest(DIGEST, [SpanResult(0, 5, 0, [1]), SpanResult(5, 10, 2, [1])])
     assert outcome_of(member(), Verdict(True, forged)) is None
     other = GROUP.manifest(b"another digest", forged.parts)
@@ -199,17 +199,17 @@ def test_a_member_that_waits_asks_its_leader_now_and_then() -> None:
     assert one.on(Looked(), ANSWER_S * 2) == [Ask(0)]
 
 
-def test_a_leader_asks_accused_members_first() -> None:
+def test_a_leader_first_asks_members_of_which_others_complain() -> None:
     leader = Round(group_of(4), 0)
     assert leader.on(Looked(), 50.0) == [], "nobody has voted: the exchange goes on"
-    vote = Vote(b"group", 0, accusations=[Accusation(3, "it sent nothing")])
+    vote = Vote(b"group", 0, complaints=[Complaint(3, "it sent nothing")])
     assert leader.on(Voted(1, vote), 50.0) == []
     assert leader.on(Looked(), 50.1) == [Ask(3)]
     assert leader.on(Looked(), 50.0 + ANSWER_S) == [Ask(2)]
 
 
-def test_members_accused_only_of_sending_nothing_have_a_last_moment_to_vote() -> None:
-    stalled = Vote(b"group", 0, accusations=[Accusation(2, "it sent nothing", is_stalled=True)])
+def test_members_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
+    stalled = Vote(b"group", 0, complaints=[Complaint(2, "it sent nothing", is_stalled=True)])
     leader, hasty = Round(GROUP, 0), Round(GROUP, 0, hurried={2})
     for one in (leader, hasty):
         one.on(Exchanged(stalled), 0.0)
@@ -260,7 +260,7 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
     group = group_of(4)
     leader = Round(group, 0)
     for rank in (1, 2, 3):
-        vote = Vote(b"group", 0, accusations=[Accusation(0, "it sent nothing", is_stalled=True)])
+        vote = Vote(b"group", 0, complaints=[Complaint(0, "it sent nothing", is_stalled=True)])
         leader.on(Voted(rank, vote), 0.0)
     assert leader.on(Looked(), 0.0) == []
     assert leader.on(Looked(), ANSWER_S) == [StopExchange()]

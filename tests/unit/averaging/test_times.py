@@ -200,7 +200,7 @@ def test_a_hurried_member_has_four_round_trips_to_open_its_stream(rtt_s: float, 
     assert limits.stream_s(2, rtt_s) == pytest.approx(limit_s)
 
 
-def test_a_member_without_a_vote_is_asked_and_an_accused_one_at_once() -> None:
+def test_a_member_without_a_vote_is_asked_and_at_once_if_others_complain_of_it() -> None:
     votes = VoteTimes()
     assert votes.to_ask([1, 2], [], 100.0) == [], "nobody has voted"
     votes.begin(100.0)

@@ -33,7 +33,7 @@ from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, SpanResult
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Complaint, Group, SpanResult
 from manyhands.averaging.timing import SOON_S
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.runtime.waker import Waker
@@ -124,7 +124,7 @@ class Butterfly:
         is_measured: bool,
     ) -> None:
         self.averaged_N = averaged_N
-        self.faults: dict[int, Accusation] = {}
+        self.faults: dict[int, Complaint] = {}
         self.wanted: dict[int, Wanted] = {}
         self.done_with: set[int] = set()
         self._group = group
@@ -222,7 +222,7 @@ class Butterfly:
         """Continue without a member; chunks that it has delivered count, unless they were the fault."""
         if rank in self.faults or rank not in self._conversations:
             return
-        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
+        self.faults[rank] = Complaint(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
         self._reducer.lose(rank, is_violation=is_violation)
         self._conversations[rank].cancel()
 
@@ -256,7 +256,7 @@ class Butterfly:
         except BadEncoding as error:
             self._spoil(rank, f"cannot be decoded: {error}")
         except RoundAborted as error:
-            # else no stream came up, and both ends accuse each other
+            # else no stream came up, and both ends complain of each other
             is_violation = isinstance(error, InvalidContribution)
             self.lose(rank, error.reason, is_violation=is_violation, is_stalled=not is_violation)
         finally:

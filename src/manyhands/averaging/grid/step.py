@@ -74,7 +74,7 @@ class StepOutcome:
         manifests: those of all rounds of a grid that committed here.
         is_left_out: whether a group of the grid has committed without this peer's values.
         disagreement: in a grid, the distance between the peers after the step before; see
-            :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
+            :meth:`manyhands.averaging.averager_presence.PresenceTracker.disagreement`.
     """
 
     committed: CommittedRound | None = None

@@ -35,6 +35,7 @@ from manyhands.averaging.matchmaking.admission import (
     met_clients,
 )
 from manyhands.averaging.matchmaking.matchmaking_machine import Action, Event, Matchmaking, Stage
+from manyhands.averaging.matchmaking.patience import ask_s
 from manyhands.averaging.messages import (
     CALL,
     JOIN,
@@ -308,8 +309,7 @@ class Matchmaker:
         assert own is not None
         if not self._endpoint.is_connected(leader):
             self._reach_all()
-        spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
-        timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # a silent leader is passed over then
+        timeout_s = ask_s(patience_s, self._ends_at - self._loop.time())
         clients = self._other_clients()
         ways = self._ways_to(clients)
         self._greet_unmet(clients)

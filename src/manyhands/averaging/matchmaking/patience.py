@@ -3,7 +3,8 @@
 ======================  ========================  ====================================================================
 who waits               for whom                  how long, and why
 ======================  ========================  ====================================================================
-a peer                  the leader that it asks   its *patience*; then it asks the next one
+a peer                  the leader that it asks   its *patience*, and a moment for the answer (:func:`ask_s`); then it
+                                                  asks the next one
 a leader                members                   its patience from when half of them had asked, or from when it led, if
                                                   that was earlier: so one that asks early changes nothing; at least a
                                                   quarter of it from when it led, as some may be in mid-batch
@@ -58,6 +59,19 @@ def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: f
     """
     halved_s = full_s * 0.5 ** min(num_troubled + num_failed, MAX_HALVINGS)
     return max(halved_s, min(BATCH_MARGIN * batch_s, full_s))
+
+
+def ask_s(patience_s: float, left_s: float) -> float:
+    """Seconds after which a leader that has not answered is passed over.
+
+    A leader answers at the end of the patience that it is told. Its answer may take a dial longer, but no longer than
+    the patience itself, and half of the time for the attempt that is left stays for the next leader.
+
+    Args:
+        left_s: seconds left of this peer's time for the attempt.
+    """
+    spare_s = max(left_s - patience_s, 0.0)
+    return patience_s + min(patience_s, DIAL_S, spare_s / 2)
 
 
 @dataclass(frozen=True)

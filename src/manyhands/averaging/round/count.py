@@ -17,8 +17,8 @@ the group. If they are not more than half of the roster, the round commits all t
 guests hold and say does not count: identities are free, so otherwise as many guests as the run has members could stop
 every round.
 
-Two members do not hear each other if one accuses the other, or if one holds other means of the other's span than most
-do. So a reducer that sends different means to different members is left out of the next exchange.
+Two members do not hear each other if one complains of the other, or if one holds other means of the other's span than
+most do. So a reducer that sends different means to different members is left out of the next exchange.
 
 A lost member that only sent values costs nothing, as what it had delivered is in the mean that all hold. A lost member
 whose means the others lack costs one more exchange.
@@ -33,8 +33,8 @@ import msgspec
 
 from manyhands.averaging.messages import (
     MAX_REASON_LENGTH,
-    Accusation,
     Again,
+    Complaint,
     Group,
     RoundManifest,
     SpanResult,
@@ -85,7 +85,7 @@ class Count:
         if rank in self.members and vote.exchange == self.exchange:
             self.lost.pop(rank, None)
             num_members = len(self.group.members)
-            vote.accusations = [said for said in vote.accusations if said.accused < num_members]
+            vote.complaints = [said for said in vote.complaints if said.about < num_members]
             if len(vote.digests) != num_members:
                 vote.digests = []
             self.votes.setdefault(rank, vote)
@@ -110,8 +110,8 @@ class Count:
         return self._live() - self.votes.keys()
 
     def suspects(self) -> set[int]:
-        """Members that voters accuse, and that have not voted."""
-        return {said.accused for said in self._said()} & self.missing()
+        """Members of which voters complain, and that have not voted."""
+        return {said.about for said in self._said()} & self.missing()
 
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing.
@@ -120,7 +120,7 @@ class Count:
         """
         missing = self.missing()
         are_few = 2 * len(missing & self.voters) <= len(self.voters & self.members)
-        return missing if are_few and missing <= {said.accused for said in self._said() if said.is_stalled} else set()
+        return missing if are_few and missing <= {said.about for said in self._said() if said.is_stalled} else set()
 
     def decide(self) -> Verdict | Again | None:
         """Decide by the votes, or return None while more are needed; after ``Again`` the next exchange is counted."""
@@ -145,9 +145,9 @@ class Count:
                 by_result[msgspec.msgpack.encode((vote.digests, vote.parts))].append(rank)
         return by_result
 
-    def _said(self) -> list[Accusation]:
-        """The accusations in the votes of voters."""
-        return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.accusations]
+    def _said(self) -> list[Complaint]:
+        """The complaints in the votes of voters."""
+        return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.complaints]
 
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())
@@ -155,20 +155,20 @@ class Count:
     def _at_fault(self) -> dict[int, str]:
         """The members to leave out, with the reason, so that the others that have voted all hear each other."""
         here = self._live() & self.votes.keys()
-        said = [(rank, one) for rank in here & self.voters for one in self.votes[rank].accusations]
+        said = [(rank, one) for rank in here & self.voters for one in self.votes[rank].complaints]
         said += [(rank, one) for rank, one in self._different() if rank in here]
-        guests = {one.accused: one.reason for _, one in said if one.accused in here - self.voters}
-        return guests | dropped(((rank, one) for rank, one in said if one.accused in here & self.voters), self.leader)
+        guests = {one.about: one.reason for _, one in said if one.about in here - self.voters}
+        return guests | dropped(((rank, one) for rank, one in said if one.about in here & self.voters), self.leader)
 
-    def _different(self) -> list[tuple[int, Accusation]]:
-        """For each voter that holds other means of a span than most: its rank, and its accusation of the reducer."""
+    def _different(self) -> list[tuple[int, Complaint]]:
+        """For each voter that holds other means of a span than most: its rank, and its complaint of the reducer."""
         held = {
             rank: _spans_of(vote) for rank, vote in sorted(self.votes.items()) if vote.digests and rank in self.voters
         }
-        said: list[tuple[int, Accusation]] = []
+        said: list[tuple[int, Complaint]] = []
         for reducer, member in enumerate(self.group.members if held else []):
             usual, _ = Counter(spans[reducer] for spans in held.values()).most_common(1)[0]
-            one = Accusation(reducer, f"peer {member.peer_id} {UNLIKE}", is_violation=True)
+            one = Complaint(reducer, f"peer {member.peer_id} {UNLIKE}", is_violation=True)
             said += [(rank, one) for rank, spans in held.items() if spans[reducer] != usual]
         return said
 
@@ -178,7 +178,7 @@ class Count:
     # decisions
 
     def _exchange_again(self, here: Collection[int], at_fault: Mapping[int, str]) -> Again:
-        silent = {said.accused: said.reason for said in reversed(self._said()) if said.is_stalled or said.is_violation}
+        silent = {said.about: said.reason for said in reversed(self._said()) if said.is_stalled or said.is_violation}
         reasons = {**self.lost, **silent, **at_fault}  # what a member did says more than that it is gone
         self.left_out = self.left_out | {rank: reasons[rank] for rank in self.members.difference(here)}
         self.again = Again(self.exchange + 1, sorted(here))
@@ -187,12 +187,12 @@ class Count:
 
     def _commit(self, ranks: Sequence[int]) -> Verdict:
         vote = self.votes[ranks[0]]
-        accused: dict[int, str] = {}
+        blamed: dict[int, str] = {}
         for said in self._said():
-            if said.accused not in self.votes or said.is_violation:
-                accused.setdefault(said.accused, said.reason)
+            if said.about not in self.votes or said.is_violation:
+                blamed.setdefault(said.about, said.reason)
         manifest = self.group.manifest(vote.digest, vote.parts, self.members)
-        return self._verdict(manifest, {**accused, **self._at_fault()})
+        return self._verdict(manifest, {**blamed, **self._at_fault()})
 
     def _verdict(self, manifest: RoundManifest | None, at_fault: Mapping[int, str]) -> Verdict:
         faults = {**self.lost, **at_fault, **self.left_out}
@@ -213,25 +213,27 @@ def _spans_of(vote: Vote) -> list[bytes]:
     return [digest + msgspec.msgpack.encode(absent[rank]) for rank, digest in enumerate(vote.digests)]
 
 
-def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:
-    """Choose the members to leave out, so that of each accuser and accused at most one stays; returns the reasons.
+def dropped(complaints: Iterable[tuple[int, Complaint]], leader: int) -> dict[int, str]:
+    """Choose the members to leave out, so that of two members of which one complains of the other, at most one stays.
+
+    Returns the reasons.
 
     The member with the most quarrels goes first. Of two, it is the one that sent something forbidden, then the one that
-    sent nothing, then the one that does not lead, then the higher rank. A member that accuses itself goes.
+    sent nothing, then the one that does not lead, then the higher rank. A member that complains of itself goes.
     """
-    pairs = {(accuser, said.accused): said for accuser, said in accusations}
+    pairs = {(by, said.about): said for by, said in complaints}
     gone: dict[int, str] = {}
     while pairs:
         score = Counter[int]()
         violations = Counter[int]()
         stalls = Counter[int]()
-        for (accuser, accused), said in pairs.items():
-            for rank in {accuser, accused}:
-                score[rank] += len(pairs) + 1 if accuser == accused else 1
-            violations[accused] += said.is_violation
-            stalls[accused] += said.is_stalled
+        for (by, about), said in pairs.items():
+            for rank in {by, about}:
+                score[rank] += len(pairs) + 1 if by == about else 1
+            violations[about] += said.is_violation
+            stalls[about] += said.is_stalled
         worst = max(score, key=lambda rank: (score[rank], violations[rank], stalls[rank], rank != leader, rank))
-        against = [said for (_, accused), said in pairs.items() if accused == worst]
+        against = [said for (_, about), said in pairs.items() if about == worst]
         most = max(against, key=lambda said: (said.is_violation, said.is_stalled), default=None)
         gone[worst] = most.reason if most is not None else "it does not reach the others"
         pairs = {pair: said for pair, said in pairs.items() if worst not in pair}

@@ -21,7 +21,7 @@ from manyhands.averaging.messages import (
     ASK_IN_ROUND,
     MAX_REASON_LENGTH,
     NAME_BYTES,
-    Accusation,
+    Complaint,
     Group,
     InRoundQuery,
     RoundManifest,
@@ -99,15 +99,15 @@ class Contribution:
 
     def vote(self, butterfly: Butterfly, members: Collection[int], exchange: int, failure: RoundAborted | None) -> Vote:
         """The vote on the result of an exchange that has ended, with what failed in it."""
-        accusations = list(butterfly.faults.values())
+        complaints = list(butterfly.faults.values())
         is_own_fault = isinstance(failure, InvalidContribution)  # its own values are not finite
         if failure is not None and is_own_fault:
-            accusations.append(Accusation(self.rank, failure.reason[:MAX_REASON_LENGTH], is_violation=True))
+            complaints.append(Complaint(self.rank, failure.reason[:MAX_REASON_LENGTH], is_violation=True))
         outsized = self._find_outsized(butterfly, members)  # their values are in the means of every span
-        accusations += outsized
-        vote = Vote(self.group.group_id, exchange, accusations=accusations)
+        complaints += outsized
+        vote = Vote(self.group.group_id, exchange, complaints=complaints)
         if outsized or is_own_fault or not butterfly.is_whole:
-            reason = failure.reason if failure is not None else "; ".join(said.reason for said in accusations[:3])
+            reason = failure.reason if failure is not None else "; ".join(said.reason for said in complaints[:3])
             vote.reason = reason[:MAX_REASON_LENGTH]
             return vote
         vote.parts = butterfly.parts()
@@ -116,7 +116,7 @@ class Contribution:
         self.manifest = self.group.manifest(vote.digest, vote.parts, members)
         return vote
 
-    def _find_outsized(self, butterfly: Butterfly, members: Collection[int]) -> list[Accusation]:
+    def _find_outsized(self, butterfly: Butterfly, members: Collection[int]) -> list[Complaint]:
         told = butterfly.norms()
         if self.limits is None or not told:
             return []
@@ -130,7 +130,7 @@ class Contribution:
         found = outsized(norms, weights, self.limits, at_least=at_least)
         self.outsized |= found
         return [
-            Accusation(rank, f"the values of peer {self.group.members[rank].peer_id} {OUTSIZED}", is_violation=True)
+            Complaint(rank, f"the values of peer {self.group.members[rank].peer_id} {OUTSIZED}", is_violation=True)
             for rank in sorted(found)
         ]
 

@@ -9,14 +9,26 @@ a member                     in this round                        after it
 ===========================  ===================================  ====================================================
 has too large a weight       its weight counts as the limit       nothing
 (here, ``limited``)
-sends values that are not    the reducer leaves them out, and     its samples are dropped, and the leader accuses it
-finite (``SpanReducer``)     takes its norm for infinite          (``roster.py`` says what that does)
-has too large a norm (here,  all accuse it, nobody votes for the  the same
-``outsized``)                result, and the members exchange
-                             again without it (``count.py``)
-sends other sizes, or for    its streams end, and it is lost      it is absent from the reducers' parts, and so accused
-another round                                                     by them
+sends values that are not    the reducer leaves them out, and     its samples are dropped; the manifest says
+finite (``SpanReducer``)     takes its norm for infinite          ``LEFT_OUT``: one accusation, by the leader
+has too large a norm (here,  all complain of it, nobody votes     the same
+``outsized``)                for the result, and the members
+                             exchange again without it
+                             (``count.py``)
+sends other sizes, or for    its streams end, and it is lost      it is absent from the parts of the reducers that
+another round                                                     lacked its values: an accusation by each of them
 ===========================  ===================================  ====================================================
+
+What accusations cost it in the next rounds (:mod:`manyhands.averaging.roster`):
+
+==================================================  ==================================================================
+accused                                             then
+==================================================  ==================================================================
+by one member                                       it is doubted: a guest comes no nearer to being a member; nothing
+                                                    else, until another member accuses it, too
+by two members, in one round or in several          it is at fault: it is a guest, and its complete rounds count from 0
+the same, once more                                 the same, and it gets no place for ``BARRED_ROUNDS``
+==================================================  ==================================================================
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ state                event                                          next        
 exchanging           this member's own exchange is over             voted       vote; the leader counts its own vote
 exchanging, voted    told: again, with this member                  exchanging  exchange again
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
-in doubt                                                                        gets them as one that missed a step does
+in doubt                                                                        asks members other than the leader for
+                                                                                them (``StepRounds._lacking_means``)
 exchanging, voted    told: members are lost                         the same    do not wait for their streams
 voted                the leader says nothing for ``ANSWER_S``       voted       ask it whether it is in the round
 exchanging, voted    the leader is lost, breaks the protocol, or    in doubt    stop; ask all others how it ended
@@ -25,7 +26,8 @@ The leader of the group is a member like the others, and also counts the votes (
 ===================  =============================================  ==========  ========================================
 the leader, until    a vote, or a member is lost                    by count    decide; tell those that ask
 it has decided       others have voted: a member that has not, and  the same    ask it whether it is in the round
-                     is accused, or says nothing for ``ANSWER_S``
+                     of which others complain, or which says
+                     nothing for ``ANSWER_S``
                      only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
@@ -373,8 +375,8 @@ class Round:
                 count.lose(rank, f"{self.group.members[rank].peer_id} voted in an exchange that has not begun")
             case Voted(rank, vote):
                 vote.reason = readable(vote.reason)
-                vote.accusations = [
-                    msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations
+                vote.complaints = [
+                    msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.complaints
                 ]
                 count.add(rank, vote)
                 self._times.begin(now)

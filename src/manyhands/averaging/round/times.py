@@ -28,8 +28,8 @@ For the votes (:class:`VoteTimes`):
 ===========  ========================================================  =================================================
 a member     when                                                      then
 ===========  ========================================================  =================================================
-is asked     it is waited for since ``ANSWER_S``; at once if it is     asked again after ``ANSWER_S``
-             accused
+is asked     it is waited for since ``ANSWER_S``; at once if others    asked again after ``ANSWER_S``
+             complain of it
 is stalled   only members that sent nothing to the others have not     lost, and the votes that are there decide
              voted for ``ANSWER_S``; if hurried, at once
 has left     its process stood still for ``TWO_ANSWERS_S``: those      a leader decides by the votes that are there

@@ -201,7 +201,28 @@ class Collaboration:
         self.step_rounds.plan()
 
     async def close(self) -> None:
-        """Leave the run. A second call only waits for the first one to end."""
+        """Leave the run. A second call only waits for the first one to end.
+
+        The parts are closed in the reverse of their order in :meth:`start`:
+
+        =================  =============================================  =============================================
+        part               what it does                                   what the others do
+        =================  =============================================  =============================================
+        ``tracker``        replaces this peer's record by ``GOODBYE``     do not expect this peer any more, and do not
+                                                                          count its samples towards the step
+        ``step_rounds``    ends the attempt at a step, if there is one    members of a formed group lose this peer as if
+                                                                          it had died (``round_machine.py``)
+        ``_server``        accepts no more downloads                      load the state from another peer
+        ``_rounds``        refuses the peers that have asked here for a   ask the next leader
+                           place (``Matchmaker.close``)
+        ``_rounds``        as the leader of a round: decides it by the    commit or abort
+                           votes that are there, and tells the members
+                           (``Answers.close``)
+        =================  =============================================  =============================================
+
+        In the roster, this peer then misses rounds. :meth:`manyhands.Peer.close` closes this first, and then all
+        connections.
+        """
         async with self.presence.leaving:
             if self.close not in self.presence.on_close:
                 return

@@ -1,5 +1,17 @@
 """How a peer gets to the position of the run: by the committed steps from its own position, or by the state.
 
+The way of a newcomer, until its samples count:
+
+1. It reads the records of the others, and chooses the leading branch among those that it believes
+   (``Collaboration.choose_branch``, ``run/branches.py``).
+2. It downloads the state of that branch from several peers at once (``Collaboration.download``), and checks it
+   (``state/check.py``).
+3. It replays the steps that the others have made meanwhile (``BlockingRunClient.missed_steps``).
+4. It publishes its record (``Collaboration.has_joined``). From then on it comes to rounds, as a guest.
+5. Its samples count in the first round that it joins, like those of a member.
+6. After ``QUALIFYING`` complete rounds it becomes a member (``averaging/roster.py``). From then on it votes, and all
+   wait for it.
+
 A peer that lacks a step fetches it from a peer that has kept it, and downloads the state if none has. A peer keeps a
 step, which is the round's manifest and its means as they were sent, while a newcomer downloads the state from it. It
 also keeps the last step if another member may lack the means, because a member was lost in the round.

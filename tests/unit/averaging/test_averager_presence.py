@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from manyhands.averaging.averager_presence import LAST_ROUND, PresenceTracker, first_position, next_position
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.averaging.peer_records import AVERAGING_KIND, GOODBYE, PEER_RECORD, PeerRecord, peer_key
-from manyhands.averaging.presence import LAST_ROUND, PresenceTracker, first_position, next_position
 from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.dht import Reason
