@@ -97,11 +97,15 @@ def events(seed: int, seconds: float) -> Iterator[Event]:
         yield Event(0.0, "join", place)
     alive = set(range(FIRST_PEERS))
     disturbed: dict[int, float] = {}  # by place, until when it is stopped or slow or has a wrong clock
+    clock_right_at_s = 0.0
     at_s = 2 * GAP_S[1]
     while (at_s := at_s + rng.uniform(*GAP_S)) < seconds:
         disturbed = {place: until_s for place, until_s in disturbed.items() if until_s > at_s and place in alive}
         calm = sorted(alive - disturbed.keys())
-        kinds = [kind for kind in WEIGHTS if kind == "join" or len(calm) > MIN_RUNNING]
+        may_disturb = len(calm) > MIN_RUNNING
+        kinds = ["join", *(("kill", "stop", "leave", "slow") if may_disturb else ())]
+        if may_disturb and at_s > clock_right_at_s:  # with two wrong ones, a newcomer could not tell what time it is
+            kinds.append("clock")
         kind = rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         if kind == "join":
             if len(alive) == MAX_PEERS:
@@ -117,6 +121,8 @@ def events(seed: int, seconds: float) -> Iterator[Event]:
             continue
         lasts_s = min(rng.uniform(*LAST_S), seconds - at_s)
         disturbed[place] = at_s + lasts_s
+        if kind == "clock":
+            clock_right_at_s = at_s + lasts_s + GAP_S[1]
         amount = rng.choice(BYTES_PER_S) if kind == "slow" else rng.choice(WRONG_S) if kind == "clock" else 0.0
         yield Event(at_s, kind, place, lasts_s, amount)
 

@@ -22,7 +22,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         publish_failures: consecutive failures to publish its progress.
         alone_s: seconds since another peer of the run was seen; None if one is there.
         last_said_goodbye: whether the last other peer left on purpose.
-        clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has answered.
+        clock_offset_s: how far its clock is ahead of those of some others; None if no peer has answered.
     """
 
     step: int

@@ -12,13 +12,13 @@ from manyhands.reach.messages import EXAMINE, ExamineRequest
 from manyhands.rpc import Endpoint
 
 CLOCKS_ASKED = 3
-"""Peers whose clocks are compared: the median of three outvotes one that is wrong."""
+"""Peers whose clocks are compared: the median of three outvotes one that is wrong; of two, one may be wrong, too."""
 
 CLOCK_TIMEOUT_S = 4.0
 
 
 async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], others: Sequence[PeerId]) -> float | None:
-    """Return the seconds by which this peer's clock is ahead of the median of some others; None if no peer answers."""
+    """Return the seconds by which this peer's clock is ahead of those of some others; None if no peer answers."""
 
     async def of(peer_id: PeerId) -> float | None:
         before = wall_clock()
@@ -30,7 +30,12 @@ async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], ot
 
     offsets = await asyncio.gather(*map(of, others[:CLOCKS_ASKED]))
     told = [offset for offset in offsets if offset is not None]
-    return statistics.median(told) if told else None
+    return middle_of(told) if told else None
+
+
+def middle_of(offsets: Sequence[float]) -> float:
+    """The median. Of two middle ones the one nearer to 0: while a peer agrees with half of the others, it is right."""
+    return min(statistics.median_low(offsets), statistics.median_high(offsets), key=abs)
 
 
 async def check_clock(
