@@ -14,6 +14,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import shell_option
 from manyhands.base.ticket import Ticket
 from manyhands.cli.charter_options import with_charter
+from manyhands.cli.loading import begin_loading
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
@@ -83,6 +84,7 @@ def join(
     check_before(network, training, given)
     if is_further_rank(training):
         return
+    begin_loading()
     run, charter = _chosen(network, run_id or ticket.run_id or None, ticket)
     if not ticket.is_charted:
         network = with_charter(network, run.run_id, charter)

@@ -34,7 +34,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 _own_exit: list[Callable[[], object]] = []
-_skips_libraries = False
+_skips_libraries: list[Callable[[], bool]] = []
 
 
 def at_exit(undo: Callable[[], object]) -> None:
@@ -43,16 +43,19 @@ def at_exit(undo: Callable[[], object]) -> None:
     atexit.register(undo)
 
 
-def skip_libraries_at_exit() -> None:
-    """Let the program end without the exit handlers of libraries, which may wait for a server or abort the process."""
-    global _skips_libraries
-    _skips_libraries = True
+def skip_libraries_at_exit(while_: Callable[[], bool] = lambda: True) -> None:
+    """Let the program end without the exit handlers of libraries, which may wait for a server or abort the process.
+
+    Args:
+        while_: asked at the end; False runs the handlers after all.
+    """
+    _skips_libraries.append(while_)
 
 
 def finish(code: int) -> NoReturn:
     """End the program; a further Ctrl-C ends it at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _skips_libraries:
+    if any(skips() for skips in _skips_libraries):
         for undo in reversed(_own_exit):
             undo()
         for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from manyhands.base.address import Address
@@ -169,11 +169,9 @@ def look_up(peer: Peer, run_id: str) -> Run:
     )
 
 
-def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *, may_begin: bool) -> Run:
+def begin_or_look_up(peer: Peer, run_id: str, *, may_begin: bool) -> Run:
     """Announce that this peer begins a run, or look up the run that others began, as soon as it has settings.
 
-    Args:
-        meanwhile: called once if the run has no settings yet.
     Returns:
         The run, without a manifest if this peer is to begin it.
     Raises:
@@ -199,7 +197,6 @@ def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *
         elif not is_told:
             is_told = True
             logger.info("Peer %s begins run %s: waiting for its settings", others[0], run_id)
-            meanwhile()
         peer.sleep(PERIOD_S)
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import LOCK_NAME, FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
+from manyhands.cli.loading import finish_loading
 from manyhands.cli.options import NetworkOptions, OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
@@ -180,7 +180,7 @@ def take_part(
     with ExitStack() as cleanup:
         events = output.begin()
         if training.device != "auto":
-            logger.info("Loading PyTorch")
+            finish_loading()
             from manyhands.recipes.albert.compute import Compute
 
             Compute(training.device, training.precision)
@@ -195,7 +195,7 @@ def take_part(
             network = replace(network, client_mode=False)  # in client mode it could not help
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
-        _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
+        _declare(peer, run_id)  # at once: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         is_waiting = to_join is None and training.auxiliary
@@ -203,7 +203,7 @@ def take_part(
             _tell_how_to_join(peer, run_id)  # trainers may need this peer's address to come
             run = wait_for_trainers(peer, run_id)
         elif to_join is None:  # the known peers may be of an earlier start
-            run = begin_or_look_up(peer, run_id, _load_training, may_begin=start_new is not False)
+            run = begin_or_look_up(peer, run_id, may_begin=start_new is not False)
         is_kept = folders.checkpoint_dir is not None and folders.checkpoint_dir.newest_run() is not None
         begins = "Going on with" if is_kept else "Beginning"
         logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else begins, run_id, peer.peer_id)
@@ -254,7 +254,7 @@ def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
 
 
 def _help(peer: Peer, run_id: str, run: RunToJoin, training: TrainingSettings) -> None:
-    logger.info("Loading PyTorch and transformers")
+    finish_loading()
     from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
 
     AlbertAuxiliary(peer, run_id, run, training).run()
@@ -274,7 +274,7 @@ def _train(
     start_new: bool | None,
     is_chosen: bool,
 ) -> None:
-    _load_training()
+    finish_loading()
     from manyhands.recipes.albert.training import AlbertTrainer
 
     trainer = AlbertTrainer(
@@ -291,12 +291,6 @@ def _train(
         print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
     start.has_succeeded()
     run_in_view(trainer)
-
-
-def _load_training() -> None:
-    if "manyhands.recipes.albert.training" not in sys.modules:
-        logger.info("Loading PyTorch and transformers")
-        import manyhands.recipes.albert.training  # noqa: F401
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:

@@ -11,6 +11,7 @@ from manyhands.base.errors import RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
 from manyhands.cli.charter_options import run_id_of, with_charter
+from manyhands.cli.loading import begin_loading
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data, with_peers_here
@@ -82,6 +83,7 @@ def train(
     check_before(network, training, given)
     if is_further_rank(training):
         return
+    begin_loading()
     run = None
     with web.taken() as page:
         if network.initial_peers:

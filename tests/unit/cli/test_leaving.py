@@ -137,3 +137,10 @@ def test_an_interrupt_within_exec_of_text_ends_with_the_exit_code_too(tmp_path: 
     )
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=60)
     assert done.returncode == 130
+
+
+def test_libraries_are_skipped_at_the_exit_only_while_they_must_be(tmp_path: Path) -> None:
+    done = ended(
+        tmp_path, "atexit.register(print, 'library')\nskip_libraries_at_exit(lambda: False)\nprint('card')\nreturn 7"
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (7, ["card", "library"], "")

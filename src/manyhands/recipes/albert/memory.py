@@ -17,7 +17,7 @@ BYTES_PER_PARAMETER = 28
 """The parameter, its gradient, LAMB's two moments, accumulated and averaged gradient, and data from other peers."""
 
 LIBRARY_BYTES = 500e6
-"""Memory of torch and transformers after they are imported."""
+"""Memory of this process after torch and transformers are imported."""
 
 THREAD_BYTES = 72e6
 """Address space that the C library reserves for a thread: its stack, and room for its data."""
@@ -102,7 +102,8 @@ def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
         ConfigError: it does not. The message names the needed and the free memory.
     """
     needed = needed_bytes(recipe, vocab_size)
-    available = available_bytes()
+    loaded = min(psutil.Process().memory_info().rss, LIBRARY_BYTES)  # the import may have begun
+    available = available_bytes() + loaded
     check_address_space(needed - LIBRARY_BYTES)
     if needed > available:
         raise ConfigError(

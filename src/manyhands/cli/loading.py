@@ -1,0 +1,53 @@
+"""Imports PyTorch and the recipe in the background, while this peer looks for its run and joins the network."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from contextlib import suppress
+
+from manyhands.cli.leaving import skip_libraries_at_exit
+
+logger = logging.getLogger(__name__)
+
+TRAINING = "manyhands.recipes.albert.training"
+"""It imports torch and transformers, which takes seconds."""
+
+_loading: threading.Thread | None = None
+_is_over = threading.Event()
+
+
+def begin_loading() -> None:
+    """Begin to import :data:`TRAINING`, once all that can be wrong without a network has been checked.
+
+    The kernels of the codecs follow, beside the reading of the data: loading them takes a second, too.
+    """
+    global _loading
+    if _loading is None:
+        _loading = threading.Thread(target=_load, name="loading PyTorch", daemon=True)
+        _loading.start()
+        skip_libraries_at_exit(_loading.is_alive)  # they would wait for the import, or abort the process in its midst
+
+
+def finish_loading() -> None:
+    """Wait until :data:`TRAINING` is imported; after that the import is free. A failed import raises here."""
+    begin_loading()
+    if not _is_over.is_set():
+        logger.info("Loading PyTorch and transformers")
+        _is_over.wait()
+    importlib.import_module(TRAINING)
+
+
+def _load() -> None:
+    try:
+        with suppress(Exception):  # it fails once more in the thread that needs it
+            importlib.import_module(TRAINING)
+    finally:
+        _is_over.set()
+    with suppress(ImportError):
+        from manyhands.averaging.codecs import prepare_kernels
+        from manyhands.averaging.codecs.kernels import MIN_NUMEL
+        from manyhands.averaging.config import AUTO
+
+        prepare_kernels(MIN_NUMEL, AUTO)  # nearly all runs use them
