@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -17,8 +16,7 @@ from manyhands.rpc.dialled_back_streams import MAX_OF_ONE_PEER
 from manyhands.rpc.frames import Hello
 from manyhands.rpc.relayed_streams import RELAYED
 from manyhands.rpc.ways import Way, relayed_by
-from manyhands.transport.api import Pay, Stream
-from manyhands.transport.tls import _socket_of
+from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.integration.test_relays import clients_and_relays, echoed, send_back
 from tests.network import ECHO, PATIENCE_S, Text, until
 
@@ -26,65 +24,16 @@ QUICK = RpcConfig(relay_mbit_s=8000.0, heartbeat_period_s=0.5, heartbeat_timeout
 HANDSHAKE_BYTES = 16_000
 """More than the handshake of a stream and its hello."""
 
-Spoil = Callable[[bytes], Awaitable[bytes]]
-
-
-async def drops(data: bytes) -> bytes:
-    return b""
-
-
-async def delays(data: bytes) -> bytes:
-    await asyncio.sleep(60.0)
-    return data
-
-
-async def reorders(data: bytes) -> bytes:
-    return data[::-1]
-
-
-async def floods(data: bytes) -> bytes:
-    return data + bytes(1 << 20)
-
 
 @dataclass
 class Pair:
-    """Two clients that are relayed by the first of two relays.
-
-    Attributes:
-        spoil: what that relay does with all that it forwards from now on; None if it is honest.
-        spoils_from: so many bytes of each direction it forwards as they are.
-    """
+    """Two clients that are relayed by the first of two relays."""
 
     one: Endpoint
     other: Endpoint
     hostile: Endpoint
     honest: Endpoint
-    spoil: Spoil | None = None
-    spoils_from: int = 0
-
-    async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
-        with ExitStack() as stack:
-            ends = [stack.enter_context(_socket_of(end)) for end in (one, other)]  # type: ignore[arg-type]
-            await self._forward_between(ends, chunk_bytes)
-
-    async def _forward_between(self, ends: list[socket.socket], chunk_bytes: int) -> None:
-        loop = asyncio.get_running_loop()
-
-        async def one_way(source: socket.socket, sink: socket.socket) -> None:
-            num_bytes = 0
-            while data := await loop.sock_recv(source, chunk_bytes):
-                num_bytes += len(data)
-                if self.spoil is not None and num_bytes > self.spoils_from:
-                    data = await self.spoil(data)
-                await loop.sock_sendall(sink, data)
-
-        directions = [asyncio.ensure_future(one_way(*way)) for way in (ends, ends[::-1])]
-        try:
-            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for direction in directions:
-                direction.cancel()
-            await asyncio.gather(*directions, return_exceptions=True)
+    relay: Spoiling
 
 
 @asynccontextmanager
@@ -95,8 +44,7 @@ async def relayed_pair() -> AsyncIterator[Pair]:
         for connection in (client._pool.of(hostile.peer_id) for client in (one, other)):
             assert connection is not None
             connection.rtt_s = 0.0  # the nearest is asked first
-        pair = Pair(one, other, hostile, honest)
-        hostile._transport.forward = pair.forward  # type: ignore[method-assign]
+        pair = Pair(one, other, hostile, honest, Spoiling(hostile))
         other.accept_bulk("echo", send_back)
         assert await echoed(one, other)
         assert one.way_to(other.peer_id) == relayed_by(hostile.peer_id)
@@ -117,7 +65,7 @@ async def way_of_next_answer(here: Endpoint, there: Endpoint, text: str = "hello
 @pytest.mark.parametrize("spoil", [drops, delays, reorders, floods])
 async def test_a_relay_that_spoils_a_connection_is_replaced(spoil: Spoil) -> None:
     async with relayed_pair() as pair:
-        pair.spoil = spoil
+        pair.relay.spoil = spoil
         with pytest.raises(Unavailable):
             await pair.one.call(pair.other.peer_id, ECHO, Text("hello"), 0.5)
         assert await way_of_next_answer(pair.one, pair.other) == relayed_by(pair.honest.peer_id)
@@ -127,14 +75,14 @@ async def test_a_relay_that_spoils_a_connection_is_replaced(spoil: Spoil) -> Non
 @pytest.mark.parametrize("spoil", [drops, reorders])
 async def test_a_relay_that_spoils_all_but_the_handshakes_is_replaced(spoil: Spoil) -> None:
     async with relayed_pair() as pair:
-        pair.spoil, pair.spoils_from = spoil, HANDSHAKE_BYTES
+        pair.relay.spoil, pair.relay.spoils_from = spoil, HANDSHAKE_BYTES
         assert await way_of_next_answer(pair.one, pair.other, "x" * 40_000) == relayed_by(pair.honest.peer_id)
 
 
 @pytest.mark.parametrize("spoil", [drops, delays, reorders, floods])
 async def test_a_bulk_stream_that_a_relay_spoils_from_the_first_byte_goes_through_another_one(spoil: Spoil) -> None:
     async with relayed_pair() as pair:
-        pair.spoil = spoil
+        pair.relay.spoil = spoil
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", 5.0)
         received = bytearray(3)
         await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
@@ -147,7 +95,7 @@ async def test_a_bulk_stream_that_a_relay_spoils_from_the_first_byte_goes_throug
 async def test_nothing_that_a_relay_has_changed_in_a_bulk_stream_is_read(spoil: Spoil) -> None:
     async with relayed_pair() as pair:
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"200000")
-        pair.spoil = spoil
+        pair.relay.spoil = spoil
         with pytest.raises(PeerLost):
             await asyncio.gather(stream.send(bytes(200_000)), stream.receive_into(memoryview(bytearray(200_000))))
         pair.one.release(stream)
