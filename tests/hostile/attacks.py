@@ -89,7 +89,8 @@ RELAYS = {
     "relays that reorder": reorders,
     "relays that flood": floods,
 }
-NUM_RELAYS = 3
+NUM_RELAYS = 6
+"""With one honest volunteer, so that most of those that are asked are hostile."""
 HANDSHAKE_BYTES = 16_000
 """More than the handshake of a stream and its hello."""
 LOCAL_PLACES = [("10.0.0.7", 31000), ("169.254.169.254", 31000)]
@@ -602,7 +603,7 @@ def download_again(attacker: Attacker) -> None:
 
 
 def relay_that(spoil: Spoil) -> Attack:
-    """Three volunteers relay, spoil all that they forward, and say that their streams come from other peers."""
+    """Volunteers relay, spoil all that they forward, and say that streams of theirs come from other peers."""
 
     def attack(attacker: Attacker) -> None:
         relays = attacker.more(NUM_RELAYS, config=RpcConfig(relay_mbit_s=1000.0))
@@ -616,7 +617,7 @@ def relay_that(spoil: Spoil) -> Attack:
                     with contextlib.suppress(ManyhandsError):
                         await presence.endpoint._open_near(peer_id, Hello(RELAYED), CALL_S)
 
-        attacker.forever(0.2, act, *relays)
+        attacker.forever(0.5, act, *relays)
 
     return attack
 
