@@ -19,7 +19,7 @@ from manyhands.reach.messages import (
     ExamineResponse,
 )
 from manyhands.rpc.announce import ANNOUNCE, Announcement, AnnounceResponse, seen_from_outside
-from manyhands.rpc.dial_rules import may_dial
+from manyhands.rpc.dial_rules import may_dial, may_dial_heard
 from manyhands.rpc.dialled_back_streams import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.punched_streams import PUNCH, PunchRequest, PunchResponse
 from manyhands.rpc.relayed_streams import RelayRequest
@@ -63,6 +63,18 @@ def _dial_request(data: bytes) -> None:
     assert len(decoded(data, DialRequest).token) == TOKEN_BYTES
 
 
+def _places(data: bytes, kind: type[PunchRequest] | type[PunchResponse]) -> None:
+    """What a peer on the internet dials of it."""
+    for text in decoded(data, kind).places:
+        try:
+            place = Address.parse(text)
+        except ConfigError:
+            continue
+        if place.protocol.startswith("ip") and may_dial_heard(place.host, place.port, ["8.8.8.8"]):
+            assert not place.is_loopback
+            assert not place.is_unspecified
+
+
 def _announcement(data: bytes) -> None:
     for address in seen_from_outside(PeerId("12D3KooW"), decoded(data, Announcement).addresses, "203.0.113.7"):
         assert str(address).isprintable()
@@ -101,14 +113,14 @@ TARGETS = [
     Target(
         name=f"{PUNCH.name}.request",
         seeds=[msgspec.msgpack.encode(PunchRequest(["/ip4/203.0.113.7/tcp/31337", "/ip6/2001:db8::1/tcp/31337"]))],
-        run=lambda data: decoded(data, PunchRequest),
+        run=lambda data: _places(data, PunchRequest),
         errors=_VIOLATION,
         weight=0.5,
     ),
     Target(
         name=f"{PUNCH.name}.response",
         seeds=[msgspec.msgpack.encode(PunchResponse(["/ip4/203.0.113.7/tcp/31337"]))],
-        run=lambda data: decoded(data, PunchResponse),
+        run=lambda data: _places(data, PunchResponse),
         errors=_VIOLATION,
         weight=0.5,
     ),

@@ -11,6 +11,7 @@ from manyhands.base.identity import Identity, PeerId, peer_id_from_public_key, p
 from manyhands.base.run_id import checked_run_id
 from manyhands.rpc.announce import seen_from_outside
 from manyhands.rpc.frames import Frame, FrameReader, Hello, Welcome, encode_frame, receive_frame
+from manyhands.rpc.outside import OutsideView
 from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
 from tests.fuzz import access_targets, codec_targets, dht_targets, monitor_targets, reach_targets, run_targets
 from tests.fuzz.files import IDENTITY_FILES, load_identity
@@ -98,6 +99,10 @@ def _hello(data: bytes) -> None:
         known = seen_from_outside(OWN_ID, frame.addresses, "203.0.113.7")
         assert len(known) <= 9
         assert all(address.peer_id == OWN_ID for address in known)
+    if isinstance(frame, Welcome):
+        view = OutsideView()
+        view.note(OWN_ID, (frame.seen_host, frame.seen_port), ("192.168.0.2", 31337))
+        assert all(Address.of(host, 1).protocol.startswith("ip") for host in view.hosts)
 
 
 def _address(data: bytes) -> None:
@@ -133,6 +138,7 @@ HELLOS = [
         Hello("control", "manyhands/0.1.0", ADDRESSES),
         Hello("averaging", "manyhands/0.1.0", ADDRESSES[:2], b"\x81\xa8group_id\xc4\x05group"),
         Welcome("manyhands/0.1.0", ADDRESSES),
+        Welcome("manyhands/0.1.0", ADDRESSES, relays=True, seen_host="203.0.113.7", seen_port=31337),
     )
 ]
 CERTIFICATES = [leaf_certificate(identity_of(1)).public_bytes(serialization.Encoding.DER)]

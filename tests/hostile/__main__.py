@@ -43,11 +43,13 @@ from tests.hostile.attacks import (
     FALSE_MANIFESTS,
     FURTHER_HOSTS,
     LOCAL_PLACES,
+    PUNCHES,
+    RELAYS,
     SSH_PORT,
     THIRD_PARTY,
     UNSIGNED,
 )
-from tests.hostile.trainer import RUN_ID, fingerprint
+from tests.hostile.trainer import CLIENT, RUN_ID, fingerprint
 
 NUM_TRAINERS = 3
 MONITOR, ATTACKER, NEWCOMER = NUM_TRAINERS, NUM_TRAINERS + 1, NUM_TRAINERS + 2
@@ -150,10 +152,20 @@ class Siege:
         attacker.wait_for("attacking")
         return attacker
 
-    def come(self) -> Process:
+    def come(self, *options: str) -> Process:
         """Another honest trainer."""
-        self.newcomer = self.start(NEWCOMER, "newcomer", "tests.hostile.trainer", networks.host(NEWCOMER), self.place)
+        host = networks.host(NEWCOMER)
+        self.newcomer = self.start(NEWCOMER, "newcomer", "tests.hostile.trainer", host, self.place, *options)
         return self.newcomer
+
+    def come_behind_a_firewall(self) -> None:
+        """One that reaches the monitor, one trainer and the attacker: it needs a relay to the other trainers.
+
+        Returns once it has made its first step.
+        """
+        *hidden, near = range(NUM_TRAINERS)
+        self.machines.wall_off(NEWCOMER, *hidden)
+        self.come(self.trainers[near].wait_for("address ").split()[1], CLIENT).wait_for('"step": ')
 
     def fail(self) -> Process:
         """Have machines fail; returns another monitor, which has to go on as everybody else.
@@ -295,7 +307,7 @@ def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
     with besieged(folder, access) as siege:
         for host in FURTHER_HOSTS:
             siege.machines.add_address(ATTACKER, host)
-        if name == ADDRESSES:
+        if name in (ADDRESSES, PUNCHES):
             siege.place_sinks()
         before, memory = siege.watch(period_s)
         num_facts = [len(trainer.facts()) for trainer in siege.trainers]
@@ -303,6 +315,8 @@ def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
         loss_before = siege.loss()
         if name == FALSE_MANIFESTS:
             siege.come()
+        if name in RELAYS:
+            siege.come_behind_a_firewall()
         during, most = siege.watch(period_s)
         loss_during = siege.loss()
         is_attacking = attacker.is_alive

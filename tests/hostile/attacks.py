@@ -63,8 +63,13 @@ from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
+from manyhands.rpc import RpcConfig
+from manyhands.rpc.frames import Hello
+from manyhands.rpc.punched_streams import PUNCH, PunchRequest
+from manyhands.rpc.relayed_streams import RELAYED
 from manyhands.transport import Stream, TlsTransport
 from tests.hostile import networks
+from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
 
 TTL_S = 10.0
@@ -78,10 +83,21 @@ FURTHER_HOSTS = [f"{networks.NETWORK}.{100 + number}.1.2" for number in range(NU
 NUM_MEMBERS = 4
 """The first machines: the honest trainers and the monitor."""
 SSH_PORT = 22
+RELAYS = {
+    "relays that drop": drops,
+    "relays that delay": delays,
+    "relays that reorder": reorders,
+    "relays that flood": floods,
+}
+NUM_RELAYS = 6
+"""With one honest volunteer, so that most of those that are asked are hostile."""
+HANDSHAKE_BYTES = 16_000
+"""More than the handshake of a stream and its hello."""
 LOCAL_PLACES = [("10.0.0.7", 31000), ("169.254.169.254", 31000)]
 """In the networks of others, the second one where clouds serve their secrets."""
 THIRD_PARTY = ("11.99.1.2", 31000)
 ADDRESSES = "addresses of others"
+PUNCHES = "punches to places of others"
 FALSE_MANIFESTS = "5 false manifests"
 FALSE_LEASES = "6,000 false leases"
 FOREIGN_CHARTERS = "3,600 foreign charters"
@@ -97,7 +113,7 @@ LINEAGE = lineage_of(SEAL, Roster())
 """Of the attackers' states: it fits their roster, so it is their content that is looked at."""
 
 Attack = Callable[["Attacker"], None]
-Spoil = Callable[[Scalars, StateHeader, list[torch.Tensor | None]], None]
+SpoilState = Callable[[Scalars, StateHeader, list[torch.Tensor | None]], None]
 
 
 class Attacker:
@@ -131,11 +147,11 @@ class Attacker:
     def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
         return self.peer.run(coro, 60.0, "preparing")
 
-    def more(self, num: int, hosts: Sequence[str] = ()) -> list[Presence]:
+    def more(self, num: int, hosts: Sequence[str] = (), config: RpcConfig | None = None) -> list[Presence]:
         """Further identities at the same address, or each at one of these, which must be of this machine."""
 
         async def start(host: str) -> Presence:
-            presence = Presence(TlsTransport(Identity.generate()))
+            presence = Presence(TlsTransport(Identity.generate()), rpc_config=config)
             await presence.start([Address.parse(self.initial_peer)], [Address.parse(f"/ip4/{host}/tcp/0")])
             print("identity", presence.peer_id, flush=True)
             return presence
@@ -176,7 +192,7 @@ class Attacker:
         await presence.dht.store(peer_key(RUN_ID, PROGRESS_KIND), value, TTL_S, subkey=presence.peer_id)
 
 
-def state_at(position: Position, samples: int, spoil: Spoil) -> State:
+def state_at(position: Position, samples: int, spoil: SpoilState) -> State:
     """A state of the run's model after some steps of its own, and what is wrong with it; its digest is right."""
     model = new_model()
     replica = Replica(adam(model), None)
@@ -218,7 +234,7 @@ def serve_slowly(presence: Presence, capture: Callable[[], State]) -> None:
 
 def branch_with_a_state(
     ahead: int,
-    spoil: Spoil,
+    spoil: SpoilState,
     hosts: Sequence[str] = (),
     serve: Callable[[Presence, Callable[[], State]], None] = serve,
     *,
@@ -278,7 +294,7 @@ def learning_rate_of_nan(scalars: Scalars, header: StateHeader, tensors: list[to
         group["lr"] = float("nan")
 
 
-def statistics(instead: torch.Tensor | None) -> Spoil:
+def statistics(instead: torch.Tensor | None) -> SpoilState:
     """Others than they should be, or none."""
 
     def spoil(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
@@ -586,6 +602,43 @@ def download_again(attacker: Attacker) -> None:
     attacker.forever(0.1, act, *attacker.more(4))
 
 
+def relay_that(spoil: Spoil) -> Attack:
+    """Volunteers relay, spoil all that they forward, and say that streams of theirs come from other peers."""
+
+    def attack(attacker: Attacker) -> None:
+        relays = attacker.more(NUM_RELAYS, config=RpcConfig(relay_mbit_s=1000.0))
+        own = {attacker.peer.peer_id, *(one.peer_id for one in relays)}
+        for presence in relays:
+            Spoiling(presence.endpoint, spoil, HANDSHAKE_BYTES)
+
+        async def act(presence: Presence) -> None:
+            for peer_id in presence.endpoint.ways():
+                if peer_id not in own:
+                    with contextlib.suppress(ManyhandsError):
+                        await presence.endpoint._open_near(peer_id, Hello(RELAYED), CALL_S)
+
+        attacker.forever(0.5, act, *relays)
+
+    return attack
+
+
+def punch_at_others(attacker: Attacker) -> None:
+    """It asks all peers to connect to places where a peer has no business, and to a third party."""
+    places = [*LOCAL_PLACES, THIRD_PARTY]
+    identities = attacker.more(8)
+    own = {attacker.peer.peer_id, *(one.peer_id for one in identities)}
+
+    async def act(presence: Presence) -> None:
+        for number, peer_id in enumerate(presence.endpoint.ways()):
+            if peer_id not in own:
+                own_place = networks.host(number % NUM_MEMBERS), SSH_PORT
+                texts = [f"/ip4/{host}/tcp/{port}" for host, port in [*places, own_place]]
+                with contextlib.suppress(ManyhandsError):
+                    await presence.endpoint.call(peer_id, PUNCH, PunchRequest(texts), CALL_S)
+
+    attacker.forever(0.05, act, *identities)
+
+
 ATTACKS: dict[str, Attack] = {
     "a state 50 steps ahead that climbs": branch_with_a_state(50, climb),
     "a state of NaN": branch_with_a_state(1, not_numbers, FURTHER_HOSTS),
@@ -608,6 +661,8 @@ ATTACKS: dict[str, Attack] = {
     "200 false identities": signatures_alone(200),
     "1,000 false identities": signatures_alone(1000),
     ADDRESSES: addresses_of_others,
+    PUNCHES: punch_at_others,
+    **{name: relay_that(spoil) for name, spoil in RELAYS.items()},
     "nodes that swallow the key": swallow_the_key,
     "manifests that unpack": manifests(20, large),
     FALSE_MANIFESTS: manifests(5, false),

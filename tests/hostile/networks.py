@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 NETWORK = 11
 """Its first number: addresses that are public, so that no rule for local networks applies; nobody else sees them."""
 PORT = 31000
+NOBODY = "02:00:00:00:00:01"
+"""The hardware address of no machine."""
 
 
 def can_be_made() -> bool:
@@ -59,6 +61,14 @@ class Machines:
         """Give a machine a further address; one of another network is seen by that machine alone."""
         is_seen = host.startswith(f"{NETWORK}.")
         _inside(self._names[number], "ip", "addr", "add", f"{host}/32", "dev", "eth0" if is_seen else "lo")
+
+    def wall_off(self, number: int, *others: int) -> None:
+        """Have a firewall between a machine and some others: all packets to them are lost."""
+        for other in others:
+            _inside(
+                self._names[number], "ip", "neigh", "replace", host(other), "lladdr", NOBODY, "dev", "eth0", "nud",
+                "permanent",
+            )  # fmt: skip
 
     def plug(self, number: int, *, is_in: bool) -> None:
         """Pull the cable of a machine, or put it back."""

@@ -1,6 +1,6 @@
 """An honest trainer of a small model, which prints a line of facts after each global step.
 
-python -m tests.hostile.trainer HOST INITIAL_PEER
+python -m tests.hostile.trainer HOST INITIAL_PEER... [--client]
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ BATCH_S = 0.05
 TARGET = int(os.environ.get("HOSTILE_TARGET", "480"))
 """Samples of a step, of which three trainers make 960 in a second; ``--target`` of ``make test-hostile``."""
 LR = 0.01
+CLIENT = "--client"
+"""Dials out only."""
 PROGRESS = ProgressConfig(min_refresh_s=0.1, max_refresh_s=1.0, default_refresh_s=0.5, ttl_s=10.0)
 AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0, min_span_bytes=4)
 
@@ -58,11 +60,14 @@ def loss_of(model: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(inputs), inputs)
 
 
-def main(host: str, *initial_peers: str) -> None:
+def main(host: str, *arguments: str) -> None:
+    initial_peers = [argument for argument in arguments if argument != CLIENT]
+    listen = {"client_mode": True} if CLIENT in arguments else {"listen": [f"/ip4/{host}/tcp/0"]}
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(relativeCreated)d %(message)s")
     torch.set_num_threads(1)
     model = new_model()
-    with manyhands.Peer(initial_peers=initial_peers, listen=[f"/ip4/{host}/tcp/0"]) as peer:
+    with manyhands.Peer(initial_peers=initial_peers, **listen) as peer:
+        print("address", *peer.addresses, flush=True)
         optimizer = joined(peer, model)
         generator = torch.Generator().manual_seed(int(peer.peer_id.encode().hex(), 16) % 2**31)
         longest_s = 0.0

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, Refused
-from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc import Endpoint, RpcConfig, dial_rules
 from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.punched_streams import MAX_UNDER_WAY, PUNCH, PunchRequest
 from manyhands.rpc.ways import PUNCHED, relayed_by
@@ -107,6 +107,33 @@ async def test_places_that_may_not_be_dialled_are_refused() -> None:
         ):
             with pytest.raises(Refused, match="may be dialled"):
                 await one.call(other.peer_id, PUNCH, PunchRequest([place]))
+
+
+async def test_inside_places_are_dialled_only_if_both_peers_are_in_one_network() -> None:
+    async with endpoints(2, kind="tls") as (one, other):
+        other._rules.own_hosts.add("192.168.1.7")
+        other.outside.note(one.peer_id, ("30.0.0.9", 4000), ("192.168.1.7", 4000))
+        inside, outside = "/ip4/192.168.1.1/tcp/8080", "/ip4/30.0.0.9/tcp/5000"
+
+        def allowed(*places: str) -> list[str]:
+            return [str(place) for place in other._punched._allowed(one.peer_id, places)]
+
+        assert allowed("/ip4/30.0.0.8/tcp/5000", inside) == ["/ip4/30.0.0.8/tcp/5000"], "behind another router"
+        with pytest.raises(Refused, match="may be dialled"):
+            allowed(inside)
+        assert allowed(outside, inside) == [outside, inside], "behind the same router"
+        other.outside.note(one.peer_id, ("192.168.1.7", 4000), ("192.168.1.7", 4000))
+        assert allowed(inside) == [inside], "both are seen in that network"
+
+
+async def test_places_are_not_dialled_more_often_than_addresses_that_others_name() -> None:
+    async with endpoints(2, kind="tls") as (one, other):
+        other.outside.note(one.peer_id, ("30.0.0.9", 4000), ("192.168.1.7", 4000))
+        third_party = ["/ip4/30.0.0.1/tcp/80"]
+        for _ in range(dial_rules.PER_HOST.burst):
+            assert other._punched._allowed(one.peer_id, third_party)
+        with pytest.raises(Refused, match="may be dialled"):
+            other._punched._allowed(one.peer_id, third_party)
 
 
 async def test_a_target_makes_a_limited_number_of_attempts_at_a_time() -> None:

@@ -100,6 +100,18 @@ def test_the_benchmark_of_a_coordinator_reports_its_figures(tmp_path: Path) -> N
 
 
 @pytest.mark.sweep
+@pytest.mark.skipif(not IS_LINUX, reason="the memory of a process is read from /proc")
+def test_the_benchmark_of_a_relay_reports_its_figures(tmp_path: Path) -> None:
+    results, _ = results_of("relay.py", tmp_path, "--mb", "10", "--turns", "1", "--connections", "20")
+    bulk, control = results
+    for name in ("direct_mb_per_s", "relayed_mb_per_s", "relayed_to_direct", "direct_cpu_s_per_gb"):
+        assert bulk[name] > 0, name
+    assert bulk["relay_cpu_s_per_gb"] >= 0
+    assert control["connections"] == 20
+    assert control["idle_mb"] > 0
+
+
+@pytest.mark.sweep
 def test_the_benchmark_of_the_dht_reports_its_figures(tmp_path: Path) -> None:
     [result], _ = results_of(
         "dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4", "--warm-up", "1"

@@ -23,6 +23,7 @@ from tests.simulation.averages import start_averages
 from tests.simulation.chance import faults, weather
 from tests.simulation.local import Setting, check_agreement, start_local
 from tests.simulation.rounds import start_rounds
+from tests.simulation.routed import RoutedRun
 from tests.simulation.states import start_states
 from tests.simulation.worlds import start_dht, start_training
 
@@ -201,9 +202,22 @@ def local(seed: int) -> Scenario:
     return Scenario(world, 150.0, conclude)
 
 
+def routers(seed: int) -> Scenario:
+    """Five trainers, two of which relay for those behind routers; 40 s after the last fault all samples count."""
+    world = World(seed)
+    names = [f"p{number}" for number in range(5)]
+    weather(world, names)
+    run = RoutedRun(world, names)
+    run.start()
+    rng = world.rng("times")
+    times = [round(start + rng.uniform(0.0, 10.0), 3) for start in (25.0, 60.0, 95.0)]
+    run.schedule(times, in_mid_punch=rng.random() < 0.5)
+    return Scenario(world, 165.0, lambda: run.check(40.0))
+
+
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
     "rpc": rpc, "rounds": rounds, "averages": averages, "dht": dht, "training": training, "state": state,
-    "local": local,
+    "local": local, "routers": routers,
 }  # fmt: skip
 
 

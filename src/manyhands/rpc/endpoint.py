@@ -537,17 +537,18 @@ class Endpoint:
         """Return the function that opens a bulk connection as the control connection was opened; None if directly."""
         relay = connection.way.relay
         if relay is not None:
-            return lambda hello: self._relay_or_dial(connection.remote, relay, hello, timeout_s)
+            relays = self._relayed.ordered(list(dict.fromkeys([relay, *self._pool.relays(for_bulk=True)])))
+            return lambda hello: self._relay_or_dial(connection.remote, relays, hello, timeout_s)
         if connection.way == PUNCHED:
             return lambda hello: self._punch_or_relay(connection, hello, timeout_s)
         return None
 
-    async def _relay_or_dial(self, peer_id: PeerId, relay: PeerId, hello: Hello, timeout_s: float) -> Opened:
+    async def _relay_or_dial(self, peer_id: PeerId, relays: Sequence[PeerId], hello: Hello, timeout_s: float) -> Opened:
         """Open a bulk connection through a relay, or to an address at which the peer can be dialled by now."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
-            return await self._relayed.open([relay], peer_id, hello, timeout_s / 2)
+            return await self._relayed.open(relays, peer_id, hello, timeout_s / 2)
         except Unavailable:
             addresses = self._book.addresses_of(peer_id)
             if not addresses:
@@ -562,7 +563,8 @@ class Endpoint:
             return await self._punched.open(connection, hello, timeout_s / 2)
         except Unavailable as error:
             logger.debug("%s; a relay is asked", error)
-            return await self._relayed.open(self._pool.relays(), connection.remote, hello, deadline - loop.time())
+            relays = self._relayed.ordered(self._pool.relays(for_bulk=True))
+            return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
 
     def _way_back(self, peer_id: PeerId, timeout_s: float) -> OpenOne | None:
         """Return the function that opens a bulk connection to a peer that this one has reached; None if it has not."""
@@ -651,7 +653,7 @@ class Endpoint:
             if not relays:
                 raise
             try:
-                opened = await self._relayed.open(relays, peer_id, hello, deadline - loop.time())
+                opened = await self._relayed.open(self._relayed.ordered(relays), peer_id, hello, deadline - loop.time())
             except Unavailable as failure:
                 raise Unavailable(f"{error}; {failure}") from error
         logger.info("Peer %s cannot be dialled from here: it is %s", peer_id, opened.way)
@@ -811,5 +813,7 @@ class Endpoint:
         finally:
             self._streams.release(stream)
             connection.end(PeerLost(connection.remote, "the connection was closed here"))
+            if connection.way.relay is not None and not connection.is_retired:
+                self._relayed.failed(connection.way.relay)
             self._pool.remove(connection)
             await connection.close()

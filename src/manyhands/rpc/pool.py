@@ -97,9 +97,15 @@ class ConnectionPool:
                 relayed = relayed or connection
         return relayed
 
-    def relays(self) -> list[PeerId]:
-        """Return the connected peers that could relay for this one: volunteers first, then the nearest."""
+    def relays(self, *, for_bulk: bool = False) -> list[PeerId]:
+        """Return the connected peers that could relay for this one: volunteers first, then the nearest.
+
+        Args:
+            for_bulk: volunteers only.
+        """
         able = [c for c in self.all() if c.is_open and not c.is_client and c.way.kind == "direct"]
+        if for_bulk:
+            able = [connection for connection in able if connection.relays]
         able.sort(key=lambda connection: (not connection.relays, connection.shortest_rtt_s))
         return list(dict.fromkeys(connection.remote for connection in able))
 

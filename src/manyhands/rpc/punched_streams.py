@@ -16,8 +16,10 @@ order  from, to         message
 =====  ===============  ================================================================================
 
 No third peer has to be trusted: both ends name only their own places, over a connection that has proven who they are.
-A place is dialled under the rules for all addresses that others name (:mod:`manyhands.rpc.dial_rules`), with a rate of
-its own.
+A place is dialled under the rules for all addresses that others name (:mod:`manyhands.rpc.dial_rules`), and at their
+rate, but counted apart, so that nobody can use up what other dials need. Inside addresses are dialled only if both
+peers are in one network: the other one also names an address at which this one is seen, or this one is seen in that
+network.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.rpc.announce import MAX_ADDRESS_TEXT, own_hosts
 from manyhands.rpc.connection import ControlConnection
-from manyhands.rpc.dial_rules import HeardDials, Rate
+from manyhands.rpc.dial_rules import HeardDials, may_dial_heard
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, MAX_STRIPES, Hello
 from manyhands.rpc.method import Method
@@ -65,12 +67,6 @@ MAX_UNDER_WAY = 64
 
 MAX_OF_ONE_PEER = 4 * MAX_STRIPES
 """Attempts for one other peer, and connections that they led to, at a time."""
-
-PER_HOST = Rate(burst=64, period_s=1.0)
-"""Places of other peers that are dialled in vain, for each host."""
-
-IN_ALL = Rate(burst=1024, period_s=0.1)
-"""The same for all hosts together."""
 
 PAUSES_S = (1.0, 4.0, 600.0)
 """Seconds after each failed attempt until the next one, in turns. Of the pairs that can be connected, 97.6% are at the
@@ -128,7 +124,7 @@ class PunchedStreams:
         self._tasks = tasks
         self._counters = counters
         self._outside = outside
-        self._rules = HeardDials(own_hosts, PER_HOST, IN_ALL)
+        self._rules = HeardDials(own_hosts)
         self._connection_to = connection_to
         self._serve = serve
         self._num_under_way = 0
@@ -245,14 +241,15 @@ class PunchedStreams:
             Refused: there are none.
         """
         now = asyncio.get_running_loop().time()
-        allowed: list[Address] = []
+        outside = self._outside.hosts
+        named: list[Address] = []
         for text in texts:
-            try:
-                place = Address.parse(text)
-            except ManyhandsError:
-                continue
-            if place.protocol.startswith("ip") and not self._rules.refusal(place.host, place.port, "", now):
-                allowed.append(place)
+            with suppress(ManyhandsError):
+                named.append(Address.parse(text))
+        places = [place for place in named if place.protocol.startswith("ip")]
+        if not any(place.host in outside for place in places):
+            places = [place for place in places if may_dial_heard(place.host, place.port, outside)]
+        allowed = [place for place in places if not self._rules.refusal(place.host, place.port, "", now)]
         if not allowed:
             raise Refused(remote, "no_places", "none of the places that it names may be dialled")
         return allowed

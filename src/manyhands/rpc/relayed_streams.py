@@ -50,6 +50,12 @@ RELAYED = "relayed"
 RELAYS_ASKED = 3
 """Relays that are asked for one stream, one after the other."""
 
+FAILED_S = 600.0
+"""Seconds for which a relay that has failed is asked after all others."""
+
+MAX_FAILED = 64
+"""Relays of which is remembered when they have failed."""
+
 OPEN_TIMEOUT_S = 2.0
 """Time for a relay to reach the target. Less than callers wait, so that they learn the reason."""
 
@@ -130,10 +136,24 @@ class RelayedStreams:
         self._is_near = is_near
         self._is_allowed = is_allowed
         self._forwarded: list[Forwarded] = []
+        self._failed_at: dict[PeerId, float] = {}  # loop time, by relay
         self._control_cap = UploadCap(CONTROL_MBIT_S)
         self._bulk_cap = UploadCap(config.relay_mbit_s) if config.relay_mbit_s is not None else None
 
     # the caller
+
+    def failed(self, relay: PeerId) -> None:
+        """Note that a stream through a relay could not be opened, or was lost: others are asked before it."""
+        self._failed_at.pop(relay, None)
+        self._failed_at[relay] = asyncio.get_running_loop().time()
+        if len(self._failed_at) > MAX_FAILED:
+            del self._failed_at[next(iter(self._failed_at))]
+
+    def ordered(self, relays: Sequence[PeerId]) -> list[PeerId]:
+        """Return the relays in the order in which they are asked: at last those that have failed lately."""
+        now = asyncio.get_running_loop().time()
+        failed = {relay for relay, failed_at in self._failed_at.items() if now - failed_at < FAILED_S}
+        return sorted(relays, key=lambda relay: relay in failed)
 
     async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
         """Open a stream through the first of some relays that reaches the target.
@@ -157,6 +177,7 @@ class RelayedStreams:
                     raise
                 reasons.append(f"relay {relay}: {refusal}")
             except (Unavailable, PeerError) as error:
+                self.failed(relay)
                 reasons.append(f"relay {relay}: {error}")
         raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
 

@@ -98,6 +98,14 @@ class When:
         """Silence all connections between two hosts; neither end is notified."""
         return self._fault(f"half_open({one!r}, {other!r})", lambda world: world.network.half_open(one, other))
 
+    def reboot_router(self, name: str) -> Fault:
+        """Have the router of a host forget its connections; neither end is notified."""
+        return self._fault(f"reboot_router({name!r})", lambda world: world.network.reboot_router(name))
+
+    def move(self, name: str, ip: str) -> Fault:
+        """Give a host another address; its connections go silent, and neither end is notified."""
+        return self._fault(f"move({name!r}, {ip!r})", lambda world: world.network.move(name, ip))
+
     def clock(self, name: str, seconds: float) -> Fault:
         """Move a host's wall clock by ``seconds`` (backward if negative), and back at the end of a ``between``."""
         return self._fault(

@@ -114,11 +114,15 @@ class SimNetwork:
         for stream in self._between(one, other):
             stream.is_silent = stream.other.is_silent = True
 
+    def reboot_router(self, name: str) -> None:
+        """Have the router of a machine forget its connections: they go silent, and neither end is told."""
+        for stream in [stream for stream in self.streams if stream.host is self.hosts[name]]:
+            stream.is_silent = stream.other.is_silent = True
+
     def move(self, name: str, ip: str) -> None:
         """Give a machine another address. Its ports move there; its connections go silent, and neither end is told."""
         host = self.hosts[name]
-        for stream in [stream for stream in self.streams if stream.host is host]:
-            stream.is_silent = stream.other.is_silent = True
+        self.reboot_router(name)
         for key in [key for key, listener in self.listeners.items() if listener.host is host]:
             self.listeners[ip, key[1]] = self.listeners.pop(key)
         self._by_ip.pop(host.ip)

@@ -1,0 +1,119 @@
+"""Relays that mean harm to those whose bytes they forward: nothing of it is read, and another relay takes over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from manyhands.base.errors import PeerError, PeerLost, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc.dialled_back_streams import MAX_OF_ONE_PEER
+from manyhands.rpc.frames import Hello
+from manyhands.rpc.relayed_streams import RELAYED
+from manyhands.rpc.ways import Way, relayed_by
+from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
+from tests.integration.test_relays import clients_and_relays, echoed, send_back
+from tests.network import ECHO, PATIENCE_S, Text, until
+
+QUICK = RpcConfig(relay_mbit_s=8000.0, heartbeat_period_s=0.5, heartbeat_timeout_s=3.0)
+HANDSHAKE_BYTES = 16_000
+"""More than the handshake of a stream and its hello."""
+
+
+@dataclass
+class Pair:
+    """Two clients that are relayed by the first of two relays."""
+
+    one: Endpoint
+    other: Endpoint
+    hostile: Endpoint
+    honest: Endpoint
+    relay: Spoiling
+
+
+@asynccontextmanager
+async def relayed_pair() -> AsyncIterator[Pair]:
+    """The relay that is asked first is the hostile one."""
+    async with clients_and_relays("tls", num_relays=2, config=QUICK) as (one, other, relays):
+        hostile, honest = relays
+        for connection in (client._pool.of(hostile.peer_id) for client in (one, other)):
+            assert connection is not None
+            connection.rtt_s = 0.0  # the nearest is asked first
+        pair = Pair(one, other, hostile, honest, Spoiling(hostile))
+        other.accept_bulk("echo", send_back)
+        assert await echoed(one, other)
+        assert one.way_to(other.peer_id) == relayed_by(hostile.peer_id)
+        yield pair
+
+
+async def way_of_next_answer(here: Endpoint, there: Endpoint, text: str = "hello") -> Way | None:
+    """Call until there is an answer; returns the way that the connection takes then."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        with suppress(Unavailable):
+            await here.call(there.peer_id, ECHO, Text(text))
+            return here.way_to(there.peer_id)
+        assert asyncio.get_running_loop().time() < deadline, "no answer"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("spoil", [drops, delays, reorders, floods])
+async def test_a_relay_that_spoils_a_connection_is_replaced(spoil: Spoil) -> None:
+    async with relayed_pair() as pair:
+        pair.relay.spoil = spoil
+        with pytest.raises(Unavailable):
+            await pair.one.call(pair.other.peer_id, ECHO, Text("hello"), 0.5)
+        assert await way_of_next_answer(pair.one, pair.other) == relayed_by(pair.honest.peer_id)
+        assert pair.other.way_to(pair.one.peer_id) == relayed_by(pair.honest.peer_id)
+
+
+@pytest.mark.parametrize("spoil", [drops, reorders])
+async def test_a_relay_that_spoils_all_but_the_handshakes_is_replaced(spoil: Spoil) -> None:
+    async with relayed_pair() as pair:
+        pair.relay.spoil, pair.relay.spoils_from = spoil, HANDSHAKE_BYTES
+        assert await way_of_next_answer(pair.one, pair.other, "x" * 40_000) == relayed_by(pair.honest.peer_id)
+
+
+@pytest.mark.parametrize("spoil", [drops, delays, reorders, floods])
+async def test_a_bulk_stream_that_a_relay_spoils_from_the_first_byte_goes_through_another_one(spoil: Spoil) -> None:
+    async with relayed_pair() as pair:
+        pair.relay.spoil = spoil
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", 5.0)
+        received = bytearray(3)
+        await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
+        pair.one.release(stream)
+        assert received == b"abc"
+        assert pair.honest.counters["relayed_streams"] > 0
+
+
+@pytest.mark.parametrize("spoil", [reorders, floods])
+async def test_nothing_that_a_relay_has_changed_in_a_bulk_stream_is_read(spoil: Spoil) -> None:
+    async with relayed_pair() as pair:
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"200000")
+        pair.relay.spoil = spoil
+        with pytest.raises(PeerLost):
+            await asyncio.gather(stream.send(bytes(200_000)), stream.receive_into(memoryview(bytearray(200_000))))
+        pair.one.release(stream)
+
+
+async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lead_nowhere() -> None:
+    async with relayed_pair() as pair:
+        target: PeerId = pair.other.peer_id
+        before = len(pair.other._streams)
+
+        async def lead_nowhere() -> bool:
+            try:
+                await pair.hostile._open_near(target, Hello(RELAYED), 5.0)
+            except (Unavailable, PeerError):
+                return False
+            return True
+
+        opened = await asyncio.gather(*(lead_nowhere() for _ in range(2 * MAX_OF_ONE_PEER)))
+        assert sum(opened) <= MAX_OF_ONE_PEER
+        assert await way_of_next_answer(pair.one, pair.other) is not None
+        await until(lambda: len(pair.other._streams) <= before, "the streams have ended, as no peer has come")
