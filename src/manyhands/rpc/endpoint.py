@@ -537,7 +537,7 @@ class Endpoint:
         """Return the function that opens a bulk connection as the control connection was opened; None if directly."""
         relay = connection.way.relay
         if relay is not None:
-            relays = self._relayed.ordered(list(dict.fromkeys([relay, *self._pool.relays(for_bulk=True)])))
+            relays = list(dict.fromkeys([relay, *self._pool.relays(for_bulk=True)]))
             return lambda hello: self._relay_or_dial(connection.remote, relays, hello, timeout_s)
         if connection.way == PUNCHED:
             return lambda hello: self._punch_or_relay(connection, hello, timeout_s)
@@ -563,7 +563,7 @@ class Endpoint:
             return await self._punched.open(connection, hello, timeout_s / 2)
         except Unavailable as error:
             logger.debug("%s; a relay is asked", error)
-            relays = self._relayed.ordered(self._pool.relays(for_bulk=True))
+            relays = self._pool.relays(for_bulk=True)
             return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
 
     def _way_back(self, peer_id: PeerId, timeout_s: float) -> OpenOne | None:
@@ -653,7 +653,7 @@ class Endpoint:
             if not relays:
                 raise
             try:
-                opened = await self._relayed.open(self._relayed.ordered(relays), peer_id, hello, deadline - loop.time())
+                opened = await self._relayed.open(relays, peer_id, hello, deadline - loop.time())
             except Unavailable as failure:
                 raise Unavailable(f"{error}; {failure}") from error
         logger.info("Peer %s cannot be dialled from here: it is %s", peer_id, opened.way)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -149,14 +150,8 @@ class RelayedStreams:
         if len(self._failed_at) > MAX_FAILED:
             del self._failed_at[next(iter(self._failed_at))]
 
-    def ordered(self, relays: Sequence[PeerId]) -> list[PeerId]:
-        """Return the relays in the order in which they are asked: at last those that have failed lately."""
-        now = asyncio.get_running_loop().time()
-        failed = {relay for relay, failed_at in self._failed_at.items() if now - failed_at < FAILED_S}
-        return sorted(relays, key=lambda relay: relay in failed)
-
     async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
-        """Open a stream through the first of some relays that reaches the target.
+        """Open a stream through the first of some relays that reaches the target; those that failed lately come last.
 
         Returns:
             The stream; its way names the relay.
@@ -166,7 +161,7 @@ class RelayedStreams:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        asked = relays[:RELAYS_ASKED]
+        asked = sorted(relays, key=self._has_failed)[:RELAYS_ASKED]
         reasons: list[str] = []
         for number, relay in enumerate(asked):
             limit_s = (deadline - loop.time()) / (len(asked) - number)  # a silent relay leaves time for the others
@@ -180,6 +175,9 @@ class RelayedStreams:
                 self.failed(relay)
                 reasons.append(f"relay {relay}: {error}")
         raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
+
+    def _has_failed(self, relay: PeerId) -> bool:
+        return asyncio.get_running_loop().time() - self._failed_at.get(relay, -math.inf) < FAILED_S
 
     async def _open_through(self, relay: PeerId, target: PeerId, hello: Hello, timeout_s: float) -> Opened:
         loop = asyncio.get_running_loop()
