@@ -1,10 +1,11 @@
 """How well `manyhands plan` predicts the steps of four real peers.
 
-    python benchmarks/plan_check.py [--set-ups loopback,sync,delayed,...] [--steps 5] [--json FILE]
+    python benchmarks/plan_check.py [--set-ups loopback,sync,delayed,delayed-long,local,sparse] [--json FILE]
 
 Each peer is a process. Computing a batch is a sleep, so that four peers fit on few cores; gradients, AdamW, rounds and
 updates are real. ``loopback`` needs nothing. In the other set-ups each peer has an emulated line of 20 Mbit/s and 20 ms
-one way (benchmarks/_star.py), which needs Linux and root; they are skipped without. The first two steps do not count.
+one way (benchmarks/_star.py), which needs Linux and root; they are skipped without. ``delayed-long`` averages for
+longer than it computes. The first two steps do not count.
 
 The samples per second of the prediction are those of the first peer in batches without a step of the run, the median:
 with local steps such a batch has an inner step of AdamW. As the peers share the cores of this machine, the CPU times of
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive_int, progress_of, run, skip, write_json
 from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 from rich.console import Console
@@ -110,7 +111,7 @@ SET_UPS = {
     "loopback": SetUp("synchronous", "none", 4_000_000, batch_s=0.2, num_batches=5, mbit=None),
     "sync": SetUp("synchronous", "int8", 4_000_000, batch_s=0.5, num_batches=6),
     "delayed": SetUp("delayed", "int8", 4_000_000, batch_s=0.25, num_batches=20),
-    "delayed too long": SetUp("delayed", "fp16", 4_000_000, batch_s=0.25, num_batches=16),
+    "delayed-long": SetUp("delayed", "fp16", 4_000_000, batch_s=0.25, num_batches=16),
     "local": SetUp("local", "int8", 4_000_000, batch_s=0.25, num_batches=32),
     "sparse": SetUp("local", SPARSE, 4_000_000, batch_s=0.25, num_batches=16),
 }
@@ -283,8 +284,10 @@ def main() -> None:
     options = parser.parse_args()
     names = options.set_ups
     if (reason := why_not()) is not None and any(SET_UPS[name].mbit for name in names):
-        print(f"only loopback: {reason}", flush=True)
         names = [name for name in names if SET_UPS[name].mbit is None]
+        if not names:
+            skip(reason)
+        print(f"only {', '.join(names)}: {reason}", flush=True)
     rows = []
     with progress_of(len(names)) as steps:
         for name in names:

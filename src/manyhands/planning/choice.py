@@ -6,7 +6,8 @@ The first of these that averages for less than a tenth of the time:
 2. delayed steps, which use gradients that are one step old;
 3. local steps with a larger target, which lose a little loss.
 
-Each with the codec that ``auto`` would take, then with fewer bits.
+Synchronous and delayed steps with the codec that ``auto`` would take, then with fewer bits. Local steps with int8, as
+codecs cost them next to nothing (``benchmarks/local_steps.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from manyhands.planning.model import LITTLE, Run, Step, all_steps, averaging_s_o
 
 SLOW_MBIT = 200
 """Below it ``codec="auto"`` takes int8: ``SLOW_BYTES_PER_S`` of :mod:`manyhands.averaging.matchmaking.admission`."""
+MANY_STEPS = 500
+"""As in :mod:`manyhands.optim.local_steps`, which needs torch."""
 TIME_TO_SPARE = 2
 """A round gets so many times the time that it should take: if most lines are too slow, it ends after half of its
 time."""
@@ -74,8 +77,8 @@ def _auto_of(run: Run) -> str:
 
 def _chosen(run: Run, steps: list[Step]) -> Step:
     codecs = ["int8", "int4"] if _auto_of(run) == "int8" else ["none", "int8", "int4"]
-    in_order = [_one(steps, kind, codec) for kind in ("synchronous", "delayed", "local") for codec in codecs]
-    return next((step for step in in_order if step.averaging_share < LITTLE), _one(steps, "local", codecs[0]))
+    in_order = [_one(steps, kind, codec) for kind in ("synchronous", "delayed") for codec in codecs]
+    return next((step for step in in_order if step.averaging_share < LITTLE), _one(steps, "local", "int8"))
 
 
 def _one(steps: list[Step], kind: str, codec: str) -> Step:
@@ -88,7 +91,7 @@ def _why(run: Run, constants: Constants, steps: list[Step], chosen: Step) -> str
     if chosen.steps == "synchronous":
         return (
             f"Synchronous steps with {chosen.codec}: they average for {share} of the time, and make the update of one "
-            "process with the whole batch."
+            f"process with the whole batch{'' if chosen.codec == 'none' else ', apart from rounding'}."
         )
     instead = (
         f"synchronous ones would average for {share} of the time, and for less than a tenth only from "
@@ -97,15 +100,22 @@ def _why(run: Run, constants: Constants, steps: list[Step], chosen: Step) -> str
     if chosen.steps == "delayed":
         return (
             f"Delayed steps with {chosen.codec}: {instead}. Delayed ones average while the next batches are computed; "
-            "their gradients are one step old."
+            f"their gradients are one step old.{_with_more_bits(steps, chosen)}"
         )
     overlap = predict(run, constants, "local", chosen.codec, overlap_s=math.inf)
     return (
         f"Local steps with {chosen.codec}: {instead}. With local steps so large a target is no large batch, but "
         f"{rough(chosen.computing_s)} of training alone between two averages: each peer then makes target_batch_size "
-        f"/ ({run.peers} x its batch size) steps of its own. With overlap_steps that take {rough(overlap.averaging_s)} "
-        f"or more, target_batch_size={max(run.target_batch_size, overlap.target_for_little)} is enough."
+        f"/ ({run.peers} x its batch size) steps of its own, at best up to {MANY_STEPS}. With overlap_steps that take "
+        f"{rough(overlap.averaging_s)} or more, target_batch_size="
+        f"{max(run.target_batch_size, overlap.target_for_little)} is enough."
     )
+
+
+def _with_more_bits(steps: list[Step], chosen: Step) -> str:
+    if chosen.codec != "int4":
+        return ""
+    return f" With int8, target_batch_size={_one(steps, chosen.steps, 'int8').target_for_little} is enough."
 
 
 def _arguments(run: Run, constants: Constants, chosen: Step) -> tuple[str, ...]:

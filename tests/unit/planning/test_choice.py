@@ -11,7 +11,8 @@ from hypothesis import given
 import manyhands
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import SLOW_BYTES_PER_S, chosen_codec
-from manyhands.planning.choice import SLOW_MBIT, Choice, plan_of
+from manyhands.optim import local_steps
+from manyhands.planning.choice import MANY_STEPS, SLOW_MBIT, Choice, plan_of
 from manyhands.planning.model import Run
 from tests.unit.planning.test_model import CONSTANTS, RUN, runs
 
@@ -59,6 +60,12 @@ def test_a_fast_and_short_line_needs_no_codec() -> None:
     assert written(chosen.arguments) == {"target_batch_size": 880}
 
 
+def test_local_steps_take_int8_on_a_fast_line_too() -> None:
+    chosen = choice(mbit=1000, rtt_ms=1, target_batch_size=8)
+    assert (chosen.steps, chosen.codec) == ("local", "int8")
+    assert written(chosen.arguments)["averaging"] == AveragingConfig(codec="int8")
+
+
 def test_a_round_that_takes_long_gets_the_time() -> None:
     chosen = choice(params=1_000_000_000, target_batch_size=100_000)
     timeout_s = written(chosen.arguments)["averaging"].averaging_timeout_s
@@ -67,6 +74,7 @@ def test_a_round_that_takes_long_gets_the_time() -> None:
 
 def test_the_codec_of_auto_is_the_one_that_the_engine_takes() -> None:
     assert SLOW_MBIT * 1e6 / 8 == SLOW_BYTES_PER_S
+    assert MANY_STEPS == local_steps.MANY_STEPS
     for mbit, rtt_ms in ((100, 1), (100, 50), (1000, 1), (1000, 50)):
         codec = chosen_codec("auto", [round(mbit * 1e6 / 8)], [rtt_ms / 1e3])
         assert choice(mbit=mbit, rtt_ms=rtt_ms, target_batch_size=10**6).codec == codec.name
