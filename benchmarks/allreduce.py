@@ -55,7 +55,7 @@ Row = dict[str, Any]
 CODECS = {"manyhands": ["none", "fp16", "int8"], "hivemind": ["none", "fp16"], "gloo": ["none"]}
 """The codecs of each system."""
 PACKAGES = {"hivemind": "hivemind"}
-MAX_ERRORS = {"none": 1e-6, "fp16": 1e-3, "int8": 2e-2}
+MAX_ERRORS = {"none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 2e-2, "int4": 0.2}
 """Largest error of the result, root mean square, relative to the mean."""
 MB = 10**6
 FLOAT_BYTES = 4

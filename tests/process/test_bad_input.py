@@ -15,6 +15,8 @@ from tests.process.commands import LOOPBACK, STARTUP_S, address_of, called, runn
 pytestmark = pytest.mark.process
 
 USAGE = 2
+PLAN = ["plan", "--mbit", "50", "--samples-per-s", "20", "--target-batch-size", "4096", "--peers", "40"]
+PLAN_OF_18M = [*PLAN[:-2], "--params", "18M"]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,16 @@ USAGE = 2
         (["demo", "--peers", "0"], '"0" for --peers. Must be >= 1'),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
+        ([*PLAN, "--params", "0"], "params=0 must be at least 1"),
+        (
+            [*PLAN, "--params", "many"],
+            "--params is 'many'; it must be a number above 0, for example 18M, 1.5B or 110000",
+        ),
+        ([*PLAN, "--params=-5M"], "--params is '-5M'; it must be a number above 0"),
+        ([*PLAN_OF_18M, "--peers", "0"], "peers=0 must be at least 2"),
+        ([*PLAN_OF_18M, "--peers", "-3"], "peers=-3 must be at least 2"),
+        ([*PLAN_OF_18M, "--peers", "some"], "--peers is 'some'; it must be a whole number"),
+        ([*PLAN_OF_18M, "--peers", "4", "--rtt-ms", "nan"], "rtt_ms=nan must be a finite number of at least 0"),
         (["train", "--run-id", "r", "--name", "x" * 33], "it must have 1 to 32 printable characters"),
         (["train", "--run-id", "r", "--name", ""], "name '' cannot be used"),
     ],

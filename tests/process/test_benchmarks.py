@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from manyhands.planning.measured import PATH, Measured
 from tests.process.commands import Command
 from tests.waiting import PATIENCE_S
 
@@ -74,6 +76,30 @@ def test_the_benchmark_of_codecs_reports_their_bits_speed_and_error(tmp_path: Pa
         assert result["encode_gb_per_s"] > 0
         assert result["decode_gb_per_s"] > 0
     assert [result["mean_squared_error"] == 0 for result in results] == [True, True, False, False, False, False]
+
+
+@pytest.mark.long
+def test_the_check_of_the_plan_reports_predicted_and_measured_seconds(tmp_path: Path) -> None:
+    (result,), _ = results_of("plan_check.py", tmp_path, "--set-ups", "loopback", "--steps", "1")
+    assert (result["set_up"], result["codec"], result["measured_samples"]) == ("loopback", "none", 160)
+    assert result["predicted_s"] > 0
+    assert result["measured_s"] > 0
+
+
+def test_the_constants_of_the_plan_are_printed_with_their_units() -> None:
+    command = Command([str(BENCHMARKS / "plan_constants.py"), "--only", "codecs"], module=None)
+    try:
+        assert command.wait() == 0, command.output
+    finally:
+        command.close()
+    printed = [json.loads(line) for line in command.output.splitlines() if line.startswith("{")]
+    recorded = {
+        constant.name: constant.value for constant in msgspec.json.decode(PATH.read_bytes(), type=list[Measured])
+    }
+    assert len(printed) == 6
+    for constant in printed:
+        assert constant["unit"] == "bits"
+        assert recorded[constant["name"]] == pytest.approx(constant["value"], rel=1e-3)
 
 
 @pytest.mark.sweep

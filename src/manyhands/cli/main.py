@@ -29,6 +29,7 @@ from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
 from manyhands.cli.old_names import ANY, JOIN, Translation, help_of
 from manyhands.cli.output.logs import redirect_stdout_to
+from manyhands.cli.plan_command import plan
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
@@ -76,7 +77,7 @@ app = App(
     default_parameter=Parameter(negative="", consume_multiple=True, show_default=_shown),
 )
 COMMANDS: dict[str, Sequence[App | Callable[..., Any]]] = {
-    "Train together": (demo, join, train, monitor),
+    "Train together": (demo, join, train, monitor, plan),
     "Model and curves": (fill, evaluate, plot, checkpoint),
     "For those who join": (ticket, doctor, first_peer, notebook, data),
     "Run by invitation": (run_key, invite, members, ban),

@@ -21,7 +21,7 @@ from manyhands.cli.train_command import train
     "command",
     [
         ["--help"],
-        *([name, "--help"] for name in ("data", "demo", "doctor", "fill", "first-peer", "monitor", "train")),
+        *([name, "--help"] for name in ("data", "demo", "doctor", "fill", "first-peer", "monitor", "plan", "train")),
         ["checkpoint", "--help"],
         ["aws", "up", "--help"],
         ["data", "prepare", "--help"],
