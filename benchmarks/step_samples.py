@@ -7,6 +7,9 @@ with its own batches. Prints the median samples of a step over the target: for a
 1.3 s, and for peers of unequal speeds. Then it prints how long step() waits, by round-trip time, where four peers with
 batches of 0.5 s make a step of ten batches each.
 
+Then four peers with ``delay="gradients"`` that compute their target in 4 s: how long a step takes, and its samples over
+the target, by how long the step before it takes in the background.
+
 At last four peers, two of them half as fast, with batches of 8 samples: the samples that they use, as a share of what
 they would compute if they never waited. ``bound`` is that share if a step took no time beyond its batches: all begin
 together, and the step is due when the batches that have ended reach the target.
@@ -26,7 +29,8 @@ import torch
 from _command_line import Parser, json_path, run
 
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
-from tests.simulation.test_delay import quadratic, sgd
+from tests.simulation.test_delay import TARGET as DELAYED_TARGET
+from tests.simulation.test_delay import delayed_steps, quadratic, sgd
 from tests.simulation.test_drop_in import new_model
 from tests.simulation.test_waiting import samples_of_steps, waits
 
@@ -90,6 +94,12 @@ def main() -> None:
         wait_s = round(statistics.median(waits(round_trip_ms / 2000)), 3)
         name = f"wait at {round_trip_ms} ms"
         results[name] = {"seconds": wait_s}
+        print(json.dumps({name: results[name]}))
+    for background_s in (0.5, 3.0, 6.0, 12.0):
+        steps = delayed_steps(background_s)
+        name = f"delayed, {background_s:g} s in the background"
+        seconds, samples = (statistics.median(column) for column in zip(*steps, strict=True))
+        results[name] = {"seconds": round(seconds, 2), "ratio": round(samples / DELAYED_TARGET, 3)}
         print(json.dumps({name: results[name]}))
     for target in (256, 64):
         share, size = share_of_ideal(target, latency_s=0.0005)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEP_S = 3.0
 """Virtual seconds of a step on the host."""
+TARGET, BATCH_S = 512, 0.25
+"""Four peers with batches of 8 samples compute the target in 4 s."""
 
 
 def slow_steps(job: Callable[..., Any]) -> float:
@@ -98,6 +101,41 @@ def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: 
         assert max(longest.values()) < 0.1, "not even for the slowest of the others"
     else:
         assert max(longest.values()) < 1.5, "for the round, but not for the step"
+
+
+@pytest.mark.parametrize("background_s", [0.5, 3.0, 6.0])
+def test_the_next_step_begins_when_its_samples_are_there_and_the_last_one_has_ended(background_s: float) -> None:
+    """Four peers compute the target in 4 s."""
+    steps = delayed_steps(background_s)
+    longest_s = max(4.0, background_s)
+    assert max(seconds for seconds, _ in steps) <= longest_s + 4 * BATCH_S, "peers notice something after each batch"
+    assert statistics.median(seconds for seconds, _ in steps) <= longest_s + 2 * BATCH_S
+    if background_s < 4.0:
+        assert statistics.median(samples for _, samples in steps) <= 1.1 * TARGET, steps
+
+
+def delayed_steps(background_s: float) -> list[tuple[float, float]]:
+    """Seconds and samples of global steps whose updates take so long in the background."""
+    num_peers, times, sizes = 4, list[float](), list[float]()
+
+    def train(member: Member) -> None:
+        together(num_peers, member)
+        while member.optimizer.global_step < 8:
+            before = member.optimizer.global_step
+            member.step(quadratic(member.model), batch_s=BATCH_S)
+            if member.name == "p0" and member.optimizer.global_step > before and member.optimizer.last_round:
+                times.append(member.peer.time())
+                sizes.append(sum(member.optimizer.last_round.weights))
+        member.optimizer.settle()
+
+    swarm = Swarm(executor_cost_s=lambda job: background_s if getattr(job, "__name__", "") == "advance" else 0.001)
+    for number in range(num_peers):
+        swarm.start(
+            f"p{number}", new_model, sgd, train, target_batch_size=TARGET, batch_size_per_step=8, delay="gradients"
+        )
+    swarm.run()
+    seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return list(zip(seconds, sizes[1:], strict=True))[2:]
 
 
 def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

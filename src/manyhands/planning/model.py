@@ -35,9 +35,8 @@ core does all of the work.
 *Share of averaging.* The part of a step beyond the computing for its target: 1 - C / (step).
 
 Left out: biases and norms, which travel as float32; waits for the batches that other peers have begun, which depend
-on how much longer they take (``benchmarks/step_samples.py``); the up to 3 s by which delayed steps begin late; peers
-with unequal lines or speeds; rounds that fail; progress records, newcomers and headers. ``benchmarks/plan_check.py``
-compares the plan with real peers.
+on how much longer they take (``benchmarks/step_samples.py``); peers with unequal lines or speeds; rounds that fail;
+progress records, newcomers and headers. ``benchmarks/plan_check.py`` compares the plan with real peers.
 
 Sources: Ryabinin et al., Moshpit SGD, arXiv:2103.03239 (butterfly and grid); Douillard et al., Streaming DiLoCo,
 arXiv:2501.18512 (share of the time that peers compute).

@@ -144,7 +144,7 @@ def test_a_peer_waits_for_others_that_reach_the_target_well_before_its_next_batc
     ]  # fmt: skip
     assert after(replace(arriving, arrives_s=WAIT_SHARE))[1] == WaitUntilDue(WAIT_SHARE + MOMENT_S)
     assert after(replace(arriving, arrives_s=WAIT_SHARE + 0.01)) == [Tell(), ACCUMULATE]
-    assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [ACCUMULATE]
+    assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [Tell(), ACCUMULATE], "others may wait for it"
 
 
 def test_a_wait_in_vain_is_not_repeated_before_the_next_step() -> None:

@@ -367,18 +367,22 @@ class Collaboration:
 
     # from position to position
 
-    def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
+    def move(
+        self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch, contributed: int
+    ) -> None:
         """Record that this peer has made a global step, which led to ``position``.
 
         Args:
             outcome: of the averaging.
+            contributed: samples of this peer that went into the step.
             sketch: of the new parameters; see :mod:`.drift`.
         """
         self.presence.own_mode.listen_if_possible()
         self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads, self._state_donors = 0, ()
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed)
+        more = max(self.tracker.own.samples - contributed, 0)  # it has reported those of the step and its later ones
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed, more)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:

@@ -327,7 +327,7 @@ class RunMachine:
         if run.differs:
             return [Decide(Decision.RELOAD)]
         batch = self._batch
-        tell: list[Action] = [Tell()] if batch.samples and batch.may_wait and run.is_near else []
+        tell: list[Action] = [Tell()] if batch.samples and run.is_near else []
         if run.is_due:
             return tell + self._at_target(now, run)
         if batch.may_wait and (wait_s := self._wait_s(now, run)):

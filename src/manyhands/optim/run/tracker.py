@@ -94,6 +94,8 @@ class ProgressTracker(ProgressReader):
             began_at=began_at,
         )  # fmt: skip
         self._counted_at = 0.0  # loop time when this peer's samples were counted
+        self._moved_at = -math.inf  # loop time of the last change of this peer's position
+        self._brought = 0  # samples with which this peer came there
         self._read_at = -math.inf  # loop time of the last read
         self._wholly_read_at = -math.inf  # loop time of the last read from more than one holder
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.carries_bulk)
@@ -165,16 +167,18 @@ class ProgressTracker(ProgressReader):
         together_with: Sequence[PeerId],
         sketch: bytes = b"",
         blamed: Collection[PeerId] = (),
+        samples: int = 0,
     ) -> None:
         """Take in that this peer has made a global step, which led to ``position``.
 
         Args:
             together_with: the members of the round, this peer included; empty for a step alone.
             blamed: members that were lost in the round, or at fault: they are missing until they publish again.
+            samples: what this peer has computed for the next step, while this one was made in the background.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with, blamed)
-        self._go_to(position, lineage_samples, sketch)
+        self._go_to(position, lineage_samples, sketch, samples)
 
     def load(
         self,
@@ -190,14 +194,17 @@ class ProgressTracker(ProgressReader):
         # no sketch: the donor's code may have changed its parameters, by a clamp say, after it published its sketch
         self._go_to(position, lineage_samples, b"")
 
-    def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
+    def _go_to(self, position: Position, lineage_samples: int, sketch: bytes, samples: int = 0) -> None:
         # a call stays open if this peer only reloads its state
         self.is_called = self.is_called and position == self.own.position
         self.is_moving = False
+        self._moved_at = asyncio.get_running_loop().time()
+        self._brought = samples
         self._note_change()
         self._set_own(
-            position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step
-        )
+            position=position, samples=samples, lineage_samples=lineage_samples, sketch=sketch,
+            sketch_step=position.step,
+        )  # fmt: skip
         self.judge()
         self._publish_news(urgently=True)
 
@@ -498,7 +505,16 @@ class ProgressTracker(ProgressReader):
         since_s = asyncio.get_running_loop().time() - self._read_at
         if self.is_due() or since_s < self._config.min_refresh_s:
             return False
-        return self.is_called or (self.outlook.samples >= self.target_batch_size and not self._is_led)
+        is_expected = self.outlook.samples >= self.target_batch_size or self._has_brought_many()
+        return self.is_called or (is_expected and not self._is_led)
+
+    def _has_brought_many(self) -> bool:
+        """Whether the step in the background took so long that the next one may be due.
+
+        This peer had half of its part of the target when that step ended. The others should have as many, but count as
+        without samples until their records are read.
+        """
+        return self._read_at < self._moved_at and 2 * self._brought * self.num_peers_here() >= self.target_batch_size
 
     @property
     def _is_led(self) -> bool:

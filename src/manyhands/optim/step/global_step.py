@@ -160,7 +160,10 @@ class GlobalStep:
     def announce(self, collaboration: Collaboration) -> None:
         """Tell the collaboration, on the network thread, the position of this peer and the members of its round."""
         assert self.outcome is not None
-        collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
+        contributed = self.contribution.samples
+        collaboration.move(
+            self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch, contributed
+        )
         self.is_announced = True
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
