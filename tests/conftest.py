@@ -40,9 +40,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    _freeze_libraries()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Many libraries are imported when a test first needs them: the first optimizer imports torch._dynamo."""
+    if len(sys.modules) > _num_frozen_modules + 100:
+        _freeze_libraries()
+
+
+_num_frozen_modules = 0
+
+
+def _freeze_libraries() -> None:
     """Keep the garbage collector from walking the imported libraries, which takes it 0.1 s each time."""
+    global _num_frozen_modules
     gc.collect()
     gc.freeze()
+    _num_frozen_modules = len(sys.modules)
 
 
 def _is_for_other_targets(item: pytest.Item) -> bool:

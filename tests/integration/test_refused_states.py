@@ -11,7 +11,7 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError, Unavailable
 from tests.trainers import Trainer, in_threads, peers
-from tests.unit.optim.own_optimizers import Holding, Rounded, ScheduleFree, Shared, Soap
+from tests.unit.optim.user_defined_optimizers import Holding, Rounded, ScheduleFree, Shared, Soap
 
 
 class _Momentum(torch.optim.Optimizer):

@@ -228,6 +228,7 @@ def test_the_benchmark_of_optimizer_overhead_reports_its_figures(tmp_path: Path,
         assert result.keys() == {figure} | (more if case == "idle" else set())
 
 
+@pytest.mark.sweep
 def test_the_gpu_benchmark_reports_its_figures_or_that_it_was_skipped(tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--batches", "1", "--mb", "1"]
     results, output = results_of("gpu.py", tmp_path, *few)

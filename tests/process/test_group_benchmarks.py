@@ -39,6 +39,7 @@ def test_mixing_has_the_figures_of_the_paper(tmp_path: Path) -> None:
     assert rounds[512, "32x32", 0.0, "chosen"] < rounds[512, "32x32", 0.0, "grid"], "half of the grid is empty"
 
 
+@pytest.mark.sweep
 def test_the_benchmark_of_a_small_grid_ends_with_a_small_spread(tmp_path: Path) -> None:
     arguments = ["--peers", "9", "--max-group-size", "3", "--steps", "4", "--p-fail", "0"]
     ((result,), _) = results_of("grid_swarm.py", tmp_path, *arguments)

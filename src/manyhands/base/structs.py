@@ -12,7 +12,7 @@ def make_ready(*kinds: Any) -> None:
 
     Otherwise msgspec builds them with the first message. If two threads, such as two peers of one process, then decode
     the same type for the first time, they see half-built tables and the process crashes (msgspec 0.22,
-    ``tests/process/test_ready_structs.py``).
+    ``tests/process/test_concurrent_decoding.py``).
     """
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)

@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.dht.config import MAX_CONTACTS, MAX_STORED_RECORDS, DhtConfig
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, MAX_VALUE_BYTES, DhtConfig
 from manyhands.dht.ids import ID_BYTES
 from manyhands.dht.messages import FindRequest, FindResponse, Nearest, StoreOutcome, StoreRequest, StoreResponse
-from manyhands.dht.records import AgedRecord, Record, fault_of
-from manyhands.dht.routing import Contact
+from manyhands.dht.records import MAX_KEY_LENGTH, AgedRecord, Record, fault_of
+from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
+from manyhands.dht.storage import Storage
+from manyhands.rpc.frames import MAX_FRAME_BYTES
 from tests.unit.dht.examples import ALICE, contact, open_record, owned_record
 
 VALUES = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=20) | st.binary(max_size=20)
@@ -72,3 +75,41 @@ def test_no_changed_byte_of_a_signed_record_changes_what_it_says(place: int, cha
 def test_messages_out_of_bounds_are_not_even_decoded(message: msgspec.Struct) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+
+
+def test_the_largest_messages_fit_into_a_frame() -> None:
+    largest = AgedRecord(
+        msgspec.structs.replace(owned_record(key="k" * MAX_KEY_LENGTH), value=b"v" * MAX_VALUE_BYTES), 1.0
+    )
+    outcome = StoreOutcome(False, "stale", largest)
+    store = StoreRequest([largest] * MAX_STORED_RECORDS)
+    answer = StoreResponse([outcome] * MAX_STORED_RECORDS)
+    margin = 1000  # of the frame around a message
+    for message in (store, answer, largest_answer()):
+        assert len(msgspec.msgpack.encode(message)) < MAX_FRAME_BYTES - margin
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"target": b"short"},
+        {"target": b"\0" * 32, "key": "k" * 257},
+        {"target": b"\0" * 32, "key": 3},
+    ],
+)
+def test_requests_that_break_the_schema_are_not_decoded(hostile: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(hostile), type=FindRequest)
+
+
+def largest_answer() -> FindResponse:
+    """A page of the smallest records of a key that has more, and all contacts."""
+    storage = Storage(DhtConfig())
+    for number in range(2 * MAX_FOUND_RECORDS):
+        storage.put(open_record("v" * 230, subkey=f"{number:06}"), 1000.0, 0.0)
+    page, is_more = storage.page("key", None, 0.0)
+    assert is_more
+    assert len(page) > 900
+    longest = Contact(PeerId("p" * 64), ["a" * MAX_ADDRESS_LENGTH] * MAX_ADDRESSES)
+    return FindResponse([longest] * MAX_CONTACTS, [held.aged(0.0) for held in page], is_more=is_more)

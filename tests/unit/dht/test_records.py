@@ -212,3 +212,7 @@ def test_verdicts_on_records_take_a_bounded_room(monkeypatch: pytest.MonkeyPatch
     for number in range(50):
         assert fault_of(open_record(number), CONFIG) is None
         assert len(remembered) <= 10
+
+
+def test_accepted_and_unchanged_are_the_reasons_that_mean_stored() -> None:
+    assert {reason for reason in Reason if reason.is_stored} == {Reason.ACCEPTED, Reason.UNCHANGED}

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from manyhands.optim.health import Health, HealthLog
-from tests.simulation.test_twins import Machines
+from tests.simulation.test_copied_identities import Machines
 
 
 @pytest.mark.parametrize(

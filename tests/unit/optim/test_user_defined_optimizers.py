@@ -14,7 +14,7 @@ from manyhands.averaging.state.content import sealed
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import made_scheduler
 from manyhands.optim.step.replica import Replica, trained_of
-from tests.unit.optim.own_optimizers import OWN, Holding, Make, NeedsMore, Own, ScheduleFree, WithAttributes
+from tests.unit.optim.user_defined_optimizers import OWN, Holding, Make, NeedsMore, Own, ScheduleFree, WithAttributes
 
 
 def new_replica(make: Make, dtype: torch.dtype = torch.float32, *, seed: int, **options: Any) -> Replica:
