@@ -58,7 +58,8 @@ class Trainer:
     def computed(self, window: Window) -> float:
         """Samples that were computed in the window; a batch counts by the share of its time in it."""
         times = [(event["began"], event["computed"]) for event in self.of("batch")]
-        return float(self.batch) * sum(window.overlap(began, ended) / (ended - began) for began, ended in times)
+        num_batches: float = sum(window.overlap(began, ended) / (ended - began) for began, ended in times)
+        return self.batch * num_batches
 
     def waited(self, window: Window) -> float:
         """Seconds of the window in step()."""

@@ -81,6 +81,7 @@ class Collaboration:
         self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
         self._machine = RunMachine(self.averaging)
+        self.due_within_s = 0.0  # how long the step of the last decision may wait until it is due
         self.tasks = TaskOwner("collaboration")
         self.run_id = self.manifest.run_id
 
@@ -296,7 +297,8 @@ class Collaboration:
             is_there = False
             for action in actions:
                 match action:
-                    case run_machine.Decide(decision):
+                    case run_machine.Decide(decision, within_s):
+                        self.due_within_s = within_s
                         if decision is Decision.RELOAD:
                             # something on this machine changes parameters between steps: replayed steps would differ
                             self.local.can_replay = False
@@ -332,6 +334,11 @@ class Collaboration:
             knew_others=self.presence.knew_others,
             allow_solo=self.allow_solo,
         )
+
+    async def becomes_due(self, within_s: float) -> bool:
+        """Wait until a step is due; returns whether it is, within so many seconds."""
+        await self.tracker.wait_until_due(within_s)
+        return self.tracker.is_due()
 
     async def rest(self, seconds: float) -> None:
         """Sleep for so many seconds, or until a step becomes due."""

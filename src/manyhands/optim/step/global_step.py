@@ -91,8 +91,8 @@ class GlobalStep:
     Attributes:
         outcome: of the averaging; None before that has ended.
         left_from: the position where the step began.
-        error: why the step was not made, or what failed after its update. None while there is no error, and if this
-            peer has left the run meanwhile.
+        error: why the step was not made, or what failed after its update. None while there is no error, if this peer
+            has left the run meanwhile, and if a step that was begun early did not become due.
         refusal: why the step left the parameters unchanged; empty if it changed them.
         is_spoiled: the update has begun with the contribution in it. If the update fails, the contribution cannot
             count in another step: the others have counted it, and its memory may be overwritten.
@@ -163,14 +163,21 @@ class GlobalStep:
         collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
         self.is_announced = True
 
-    def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Begin to make the step on the network thread; raises ``ConfigError`` if this peer has left the run."""
+    def begin_in_background(self, collaboration: Collaboration, within_s: float) -> None:
+        """Begin to make the step on the network thread; raises ``ConfigError`` if this peer has left the run.
+
+        Args:
+            within_s: wait so long until the step is due, and do not make it if it is not due by then; 0 makes it now.
+        """
         if collaboration.tasks.is_closed:
             raise ConfigError(LEFT)
-        self._task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
+        making = self._average_and_advance(collaboration, within_s)
+        self._task = collaboration.tasks.spawn(making, name="a global step")
 
-    async def _average_and_advance(self, collaboration: Collaboration) -> None:
+    async def _average_and_advance(self, collaboration: Collaboration, within_s: float) -> None:
         try:
+            if within_s and not await collaboration.becomes_due(within_s):
+                return
             if self.outcome is None:
                 self.outcome = await collaboration.step_rounds.average(self.contribution)
             await run_to_end(self.advance)
