@@ -109,7 +109,25 @@ def test_peers_of_unequal_speeds_bring_little_more_than_the_target() -> None:
     assert 256 <= statistics.median(sizes) <= 256 + 3 * 16, sizes
 
 
-def samples_of_steps(target: int, batch: int, batches_s: list[float], latency_s: float) -> list[float]:
+@pytest.mark.parametrize(
+    ("target", "batches_s", "most"),
+    [
+        (64, [0.4, 0.43, 0.79, 0.83], 1.13),
+        pytest.param(256, [0.4, 0.43, 0.79, 0.83], 1.08, marks=pytest.mark.long),
+        pytest.param(64, [0.6, 0.9, 1.2, 2.4], 1.25, marks=pytest.mark.long),
+    ],
+)
+def test_delayed_steps_have_little_more_than_the_target(target: int, batches_s: list[float], most: float) -> None:
+    """Each peer brought one batch more, or two when steps were short: 1.2 times 256, and 1.75 and 2.0 times 64."""
+    sizes = samples_of_steps(target, 8, batches_s, latency_s=0.02, delay="gradients")
+    assert len(sizes) >= 10
+    assert min(sizes) >= target
+    assert statistics.median(sizes) <= most * target, sizes
+
+
+def samples_of_steps(
+    target: int, batch: int, batches_s: list[float], latency_s: float, delay: str | None = None
+) -> list[float]:
     """The samples of each step but the first ones, of all peers together; a batch takes each peer so long."""
     sizes: dict[int, float] = {}
 
@@ -127,7 +145,9 @@ def samples_of_steps(target: int, batch: int, batches_s: list[float], latency_s:
     swarm = Swarm()
     swarm.world.network.default_link.latency_s = latency_s
     for number in range(len(batches_s)):
-        swarm.start(f"p{number}", new_model, sgd, train, target_batch_size=target, batch_size_per_step=batch)
+        swarm.start(
+            f"p{number}", new_model, sgd, train, target_batch_size=target, batch_size_per_step=batch, delay=delay
+        )
     swarm.run()
     return list(sizes.values())
 

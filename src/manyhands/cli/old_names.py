@@ -126,6 +126,13 @@ TABLE = (
         ("bf16",), "--precision bfloat16",
         convert=_switch(["--precision", "bfloat16"], ["--precision", "float32"]),
     ),
+    OldName(("delay_grad_averaging",), "--delay gradients", convert=_switch(["--delay", "gradients"])),
+    OldName(
+        ("delay_optimizer_step",), "--delay optimizer", why="--delay_grad_averaging has precedence",
+        convert=_switch(["--delay", "optimizer"]), gives_way=True,
+    ),
+    OldName(("offload_optimizer",), "", why="--delay keeps the optimizer's parameters on the host"),
+    OldName(("delay_state_averaging",), "", why="only gradients are averaged"),
     OldName(("output_dir",), "--checkpoint-dir"),
     OldName(("overwrite_output_dir",), "", why="training goes on from the newest checkpoint in the folder; to begin "
             "anew, name another one: --output_dir NEW-FOLDER"),

@@ -194,8 +194,11 @@ class BlockingRunClient:
                 self._call("reporting", self._report, samples, speed, step)
 
     def _report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
-        waiting = 0 if step.has_moved else step.contribution.samples
-        self._collaboration.tracker.report(samples + waiting, speed.samples_per_second, speed.batch_s)
+        step.waiting = samples
+        if step.has_moved:
+            self._collaboration.tracker.report(samples, speed.samples_per_second, speed.batch_s)
+        else:  # the batches since then count in the next step
+            self._collaboration.tracker.report(step.contribution.samples, speed.samples_per_second)
 
     # a step
 
@@ -208,10 +211,11 @@ class BlockingRunClient:
         except (RoundAborted, Unavailable) as error:
             step.error = clear_tracebacks(error)
 
-    def leave_to_background(self, step: GlobalStep) -> None:
-        """Have the network thread make a step, in the background."""
+    def leave_to_background(self, step: GlobalStep, *, when_due: bool = False) -> None:
+        """Have the network thread make a step, in the background; at once, or when it is due."""
         self._report_at = self._peer.time() + LOOK_S
-        self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=MINUTE_S)
+        within_s = self._collaboration.due_within_s if when_due else 0.0
+        self._call("beginning a step", step.begin_in_background, self._collaboration, within_s, timeout_s=MINUTE_S)
 
     def moved(self, step: GlobalStep) -> None:
         """Tell the network thread that a step was made, unless the peer was closed meanwhile."""

@@ -461,11 +461,17 @@ class Optimizer(OptimizerWrapper):
         elif decision is Decision.AVERAGE:
             has_had_enough = self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE
             self._make_step(is_alone=has_had_enough and self._samples.waiting > 0)
+        elif decision is Decision.AVERAGE_WHEN_DUE:
+            self._make_step(is_alone=False, when_due=True)
         elif decision is Decision.GO_ALONE:
             self._make_step(is_alone=True)
 
-    def _make_step(self, *, is_alone: bool) -> None:
-        """Make a global step, or begin it in the background. After an error or an interrupt it is concluded, too."""
+    def _make_step(self, *, is_alone: bool, when_due: bool = False) -> None:
+        """Make a global step, or begin it in the background. After an error or an interrupt it is concluded, too.
+
+        Args:
+            when_due: the target is not reached yet, and the step waits for that, in the background.
+        """
         if not is_alone:
             logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         elif not self._was_alone:
@@ -479,7 +485,7 @@ class Optimizer(OptimizerWrapper):
             elif not self._averages_in_background:
                 self._client.average(step)
             if step.error is None and (step.outcome is None or self._options.delay is not None):
-                self._client.leave_to_background(step)
+                self._client.leave_to_background(step, when_due=when_due)
                 return
             if step.error is None:
                 with uninterrupted():  # parameters, statistics and position move together
@@ -541,6 +547,9 @@ class Optimizer(OptimizerWrapper):
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
+            can_delay = self._options.delay is None and self._local is None and not self._options.auxiliary
+            if can_delay and (advice := self._advice.of_waiting(self._speed.computed_s, self._speed.waited_s)):
+                logger.info("%s", advice)
         if step.error is not None and not isinstance(step.error, ManyhandsError):  # raised by the background update
             raise step.error
         if not self._has_checked_state:

@@ -8,6 +8,10 @@ SMOOTHING = 0.2
 """Weight of the newest batch in the average: about the last ten batches determine it."""
 SHORT_STEPS_UNTIL_ADVICE = 3
 """Number of global steps in a row, each with less computing than averaging, after which there is advice."""
+WAITING_STEPS = 10
+"""Number of global steps over which the time in ``step()`` is compared with all time."""
+WAITING_SHARE = 0.1
+"""The share of the time in ``step()`` above which there is advice."""
 
 
 class SpeedMeter:
@@ -18,17 +22,23 @@ class SpeedMeter:
     Attributes:
         batch_s: seconds that the last batch took; 0 until it is known.
         samples_per_second: the speed; 0 until it is known.
+        computed_s: seconds of all batches.
+        waited_s: seconds between batches, since the first one.
     """
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._ended: float | None = None
         self._seconds_per_sample = self._weight = 0.0
         self.batch_s = self.samples_per_second = 0.0
+        self.computed_s = self.waited_s = 0.0
 
     def count(self, samples: int, now: float) -> None:
         """Count samples that were computed since the last :meth:`resume`; ignored before its first call."""
         if self._since is not None:
             self.batch_s = now - self._since
+            self.computed_s += self.batch_s
+            self._ended = now
             seconds = self.batch_s / samples
             self._seconds_per_sample += SMOOTHING * (seconds - self._seconds_per_sample)
             self._weight += SMOOTHING * (1 - self._weight)
@@ -38,15 +48,20 @@ class SpeedMeter:
     def resume(self, now: float) -> None:
         """Start the clock: this peer computes from now on."""
         self._since = now
+        if self._ended is not None:
+            self.waited_s += now - self._ended
+            self._ended = None
 
 
 class Advice:
-    """Advises once if the run averages for longer than it computes, and once if a batch is larger than the target."""
+    """Gives each advice once: to average less often, to delay steps, and to compute smaller batches."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
         self._num_short = 0  # global steps in a row with less computing than averaging
-        self._is_batch_told = False
+        self._is_batch_told = self._is_waiting_told = False
+        self._num_steps = 0  # global steps since the times below
+        self._computed_s = self._waited_s = 0.0
 
     def after_batch(self, samples: int, target_batch_size: int) -> str:
         """The advice after a batch; usually empty."""
@@ -77,6 +92,28 @@ class Advice:
             f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
             f"than it trains. With target_batch_size={target} instead of {self._target_batch_size}, on all peers, it "
             "would compute for at least as long as it averages"
+        )
+
+    def of_waiting(self, computed_s: float, waited_s: float) -> str:
+        """The advice for a peer that waits for its steps, after a global step; usually empty.
+
+        Args:
+            computed_s, waited_s: see :class:`SpeedMeter`.
+        """
+        self._num_steps += 1
+        if self._num_steps < WAITING_STEPS or self._is_waiting_told:
+            return ""
+        computed_s, self._computed_s = computed_s - self._computed_s, computed_s
+        waited_s, self._waited_s = waited_s - self._waited_s, waited_s
+        self._num_steps = 0
+        if waited_s <= WAITING_SHARE * (computed_s + waited_s):
+            return ""
+        self._is_waiting_told = True
+        return (
+            f"This peer has waited for {waited_s / (computed_s + waited_s):.0%} of its time in the last "
+            f"{WAITING_STEPS} global steps. "
+            'With delay="gradients" (manyhands train --delay gradients) it computes the next batches meanwhile, '
+            "on parameters that are one step old"
         )
 
 

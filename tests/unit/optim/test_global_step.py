@@ -54,9 +54,7 @@ def told_by(step: GlobalStep) -> Sketch:
     told: list[Any] = []
     collaboration: Any = SimpleNamespace(move=lambda *arguments: told.extend(arguments))
     step.announce(collaboration)
-    sketch = told[-1]
-    assert isinstance(sketch, Sketch)
-    return sketch
+    return next(one for one in told if isinstance(one, Sketch))
 
 
 def test_a_contribution_that_the_group_left_out_counts_in_the_next_step() -> None:

@@ -144,7 +144,23 @@ def test_a_peer_waits_for_others_that_reach_the_target_well_before_its_next_batc
     ]  # fmt: skip
     assert after(replace(arriving, arrives_s=WAIT_SHARE))[1] == WaitUntilDue(WAIT_SHARE + MOMENT_S)
     assert after(replace(arriving, arrives_s=WAIT_SHARE + 0.01)) == [Tell(), ACCUMULATE]
-    assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [Tell(), ACCUMULATE], "others may wait for it"
+
+
+def test_a_peer_that_averages_in_the_background_begins_before_the_batch_in_which_the_target_is_reached() -> None:
+    """It does not wait, and that batch counts in the next step."""
+    batch = Batch(8, 1.0, may_wait=False)
+    arriving = Facts(is_near=True, arrives_s=0.9, can_meet=True)
+    early = Decide(Decision.AVERAGE_WHEN_DUE, 0.9 + MOMENT_S)
+    assert after(arriving, batch=batch) == [Tell(), early]
+    assert after(replace(arriving, arrives_s=1.1), batch=batch) == [Tell(), ACCUMULATE]
+    assert after(replace(arriving, can_meet=False), batch=batch) == [Tell(), ACCUMULATE]
+    assert after(replace(arriving, late_newcomers=(GUEST,)), batch=batch) == [Tell(), ACCUMULATE]
+    assert after(arriving, batch=replace(batch, samples=0)) == [ACCUMULATE]
+    machine = RunMachine(CONFIG)
+    assert outcome_of(machine, batch, 100.0, arriving) == [Tell(), early]
+    assert outcome_of(machine, batch, 101.0, arriving) == [Tell(), ACCUMULATE], "it was in vain"
+    due = Facts(is_due=True, can_meet=True, busy_s=9.0)
+    assert after(due, batch=batch) == [AVERAGE], "to compute another batch first would only make the step larger"
 
 
 def test_a_wait_in_vain_is_not_repeated_before_the_next_step() -> None:

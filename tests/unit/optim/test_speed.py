@@ -75,6 +75,23 @@ def test_a_newcomer_that_is_always_too_late_is_told_a_larger_target() -> None:
         assert "a target_batch_size above 48 on all peers" in describe_late_states(4, 30.0, computing_s, 48)
 
 
+def test_a_peer_that_waits_for_more_than_a_tenth_of_its_time_hears_of_delayed_steps_once() -> None:
+    def said(batch_s: float, wait_s: float) -> list[int]:
+        """The global steps after which there is advice; the first one waits for long."""
+        meter, advice, now, told = SpeedMeter(), Advice(64), 0.0, []
+        meter.resume(now)
+        for number in range(1, 41):
+            meter.count(8, now := now + batch_s)
+            meter.resume(now := now + (wait_s if number > 1 else 0.1 * wait_s))
+            if text := advice.of_waiting(meter.computed_s, meter.waited_s):
+                assert 'delay="gradients"' in text
+                told.append(number)
+        return told
+
+    assert said(1.0, 0.25) == [10]
+    assert said(1.0, 0.10) == []
+
+
 def test_a_batch_that_is_larger_than_the_target_is_said_once() -> None:
     advice = Advice(2)  # of one fragment of four
     said = [advice.after_batch(samples, target_batch_size=8) for samples in (8, 9, 100, 4)]

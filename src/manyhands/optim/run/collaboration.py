@@ -81,6 +81,7 @@ class Collaboration:
         self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
         self._machine = RunMachine(self.averaging)
+        self.due_within_s = 0.0  # how long the step of the last decision may wait until it is due
         self.tasks = TaskOwner("collaboration")
         self.run_id = self.manifest.run_id
 
@@ -317,7 +318,8 @@ class Collaboration:
             is_there = False
             for action in actions:
                 match action:
-                    case run_machine.Decide(decision):
+                    case run_machine.Decide(decision, within_s):
+                        self.due_within_s = within_s
                         if decision is Decision.RELOAD:
                             # something on this machine changes parameters between steps: replayed steps would differ
                             self.local.can_replay = False
@@ -354,6 +356,11 @@ class Collaboration:
             allow_solo=self.allow_solo,
         )
 
+    async def becomes_due(self, within_s: float) -> bool:
+        """Wait until a step is due; returns whether it is, within so many seconds."""
+        await self.tracker.wait_until_due(within_s)
+        return self.tracker.is_due()
+
     async def rest(self, seconds: float) -> None:
         """Sleep for so many seconds, or until a step becomes due."""
         if self.tracker.is_due():
@@ -367,22 +374,19 @@ class Collaboration:
 
     # from position to position
 
-    def move(
-        self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch, contributed: int
-    ) -> None:
+    def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch, waiting: int) -> None:
         """Record that this peer has made a global step, which led to ``position``.
 
         Args:
             outcome: of the averaging.
-            contributed: samples of this peer that went into the step.
+            waiting: samples of this peer that wait for the next step already.
             sketch: of the new parameters; see :mod:`.drift`.
         """
         self.presence.own_mode.listen_if_possible()
         self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads, self._state_donors = 0, ()
-        more = max(self.tracker.own.samples - contributed, 0)  # it has reported those of the step and its later ones
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed, more)
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed, waiting)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:

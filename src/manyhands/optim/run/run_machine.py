@@ -53,6 +53,9 @@ no peer that trains in it is known any more              of the run appears
 this peer's parameters differ from the majority's        ``RELOAD``
 the target is not reached, but the others are predicted  waiting: ``WaitUntilDue``, for about half of the matchmaking
 to reach it well before another batch of this peer ends  time at most, and once between two global steps
+the same before the end of that batch, and the round is  ``AVERAGE_WHEN_DUE``, once between two global steps: the
+made in the background                                   samples so far count in this step, those of the batch in the
+                                                         next one
 the target is not reached                                ``ACCUMULATE``
 -------------------------------------------------------  --------------------------------------------------------------
 at the target
@@ -95,6 +98,7 @@ class Decision(enum.Enum):
 
     ACCUMULATE = "the target is not reached"
     AVERAGE = "the target is reached: average with the others"
+    AVERAGE_WHEN_DUE = "the others are predicted to reach the target: average in the background as soon as they have"
     GO_ALONE = "the target is reached, and nobody else is there"
     LOAD_STATE = "the run is at another position: make its steps from here if a peer has kept them, else load its state"
     RELOAD = "most peers at this position hold other parameters: load their state"
@@ -180,7 +184,7 @@ class Batch:
 
     samples: int  # of this peer that count in the next step, with those of this batch
     batch_s: float  # seconds that it took; 0 if unknown
-    may_wait: bool  # False: answer without waiting for the others' batches
+    may_wait: bool  # False: rounds are made in the background, so answer without waiting for the others' batches
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,7 @@ class Decide:
     """Answer the training loop."""
 
     decision: Decision
+    within_s: float = 0.0  # of AVERAGE_WHEN_DUE: if the target is not reached by then, the step is not made
 
 
 @dataclass(frozen=True)
@@ -330,16 +335,26 @@ class RunMachine:
         tell: list[Action] = [Tell()] if batch.samples and run.is_near else []
         if run.is_due:
             return tell + self._at_target(now, run)
-        if batch.may_wait and (wait_s := self._wait_s(now, run)):
-            return tell + self._first(Stage.WAITING, WaitUntilDue(wait_s))
+        if wait_s := self._wait_s(now, run):
+            return tell + (
+                self._first(Stage.WAITING, WaitUntilDue(wait_s)) if batch.may_wait else self._early(run, wait_s)
+            )
         return tell + self._not_due(now, run)
+
+    def _early(self, run: Situation, wait_s: float) -> list[Action]:
+        """Begin a step in the background before it is due."""
+        if not (self._batch.samples and run.can_meet) or run.late_newcomers:
+            return [Decide(Decision.ACCUMULATE)]
+        self._waited_in_vain_at = run.position
+        return [Decide(Decision.AVERAGE_WHEN_DUE, wait_s)]
 
     def _wait_s(self, now: float, run: Situation) -> float:
         """Seconds to wait for the others to reach the target; 0 to compute another batch instead."""
         batch_s = self._batch.batch_s
         if not run.is_near or self._waited_in_vain_at == run.position or batch_s <= 0:
             return 0.0
-        within_s = min(WAIT_SHARE * batch_s, self._config.matchmaking_time_s / 2)
+        share = WAIT_SHARE if self._batch.may_wait else 1.0
+        within_s = min(share * batch_s, self._config.matchmaking_time_s / 2)
         arrival_s = run.others.arrives_in_s(run.missing_samples, within_s, now, run.members)
         if arrival_s == math.inf:
             return 0.0
@@ -361,7 +376,12 @@ class RunMachine:
         return self._first(Stage.ALONE, Look(DIAL_S))
 
     def _has_time(self, now: float, run: Situation) -> bool:
-        """Whether this peer can compute another batch before the others finish theirs and come to the round."""
+        """Whether this peer can compute another batch before the others finish theirs and come to the round.
+
+        If the round is made in the background, it computes that batch in any case.
+        """
+        if not self._batch.may_wait:
+            return False
         batch_s = self._batch.batch_s
         others_until = run.others.busy_until(self._due_since, run.members)
         until = min(others_until, self._due_since + self._config.matchmaking_time_s / 2)

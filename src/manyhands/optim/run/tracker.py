@@ -174,7 +174,7 @@ class ProgressTracker(ProgressReader):
         Args:
             together_with: the members of the round, this peer included; empty for a step alone.
             blamed: members that were lost in the round, or at fault: they are missing until they publish again.
-            samples: what this peer has computed for the next step, while this one was made in the background.
+            samples: of this peer, that wait for the next step already: it computed them beside this one.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with, blamed)

@@ -91,12 +91,13 @@ class GlobalStep:
     Attributes:
         outcome: of the averaging; None before that has ended.
         left_from: the position where the step began.
-        error: why the step was not made, or what failed after its update. None while there is no error, and if this
-            peer has left the run meanwhile.
+        error: why the step was not made, or what failed after its update. None while there is no error, if this peer
+            has left the run meanwhile, and if a step that was begun early did not become due.
         refusal: why the step left the parameters unchanged; empty if it changed them.
         is_spoiled: the update has begun with the contribution in it. If the update fails, the contribution cannot
             count in another step: the others have counted it, and its memory may be overwritten.
         is_announced: the network thread was told that the step was made.
+        waiting: samples of this peer that wait for the next step, as it has told the network thread.
     """
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
@@ -106,6 +107,7 @@ class GlobalStep:
         self.error: BaseException | None = None
         self.refusal = ""
         self.is_spoiled = self.is_announced = False
+        self.waiting = 0
         self._replica = replica
         self._sketch = Sketch()
         self._task: asyncio.Task[None] | None = None  # makes the step on the network thread
@@ -160,20 +162,25 @@ class GlobalStep:
     def announce(self, collaboration: Collaboration) -> None:
         """Tell the collaboration, on the network thread, the position of this peer and the members of its round."""
         assert self.outcome is not None
-        contributed = self.contribution.samples
-        collaboration.move(
-            self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch, contributed
-        )
+        replica = self._replica
+        collaboration.move(replica.position, replica.lineage_samples, self.outcome, self._sketch, self.waiting)
         self.is_announced = True
 
-    def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Begin to make the step on the network thread; raises ``ConfigError`` if this peer has left the run."""
+    def begin_in_background(self, collaboration: Collaboration, within_s: float) -> None:
+        """Begin to make the step on the network thread; raises ``ConfigError`` if this peer has left the run.
+
+        Args:
+            within_s: wait so long until the step is due, and do not make it if it is not due by then; 0 makes it now.
+        """
         if collaboration.tasks.is_closed:
             raise ConfigError(LEFT)
-        self._task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
+        making = self._average_and_advance(collaboration, within_s)
+        self._task = collaboration.tasks.spawn(making, name="a global step")
 
-    async def _average_and_advance(self, collaboration: Collaboration) -> None:
+    async def _average_and_advance(self, collaboration: Collaboration, within_s: float) -> None:
         try:
+            if within_s and not await collaboration.becomes_due(within_s):
+                return
             if self.outcome is None:
                 self.outcome = await collaboration.step_rounds.average(self.contribution)
             await run_to_end(self.advance)

@@ -88,7 +88,7 @@ def _compute_to_the_end(settings: TrainingSettings) -> None:
     num_batches = settings.gradient_accumulation_steps
     optimizer = join_run_as_rank(
         model, task.run, None, task.run_id, settings.tuning,
-        batch_size_per_step=recipe.batch_size * num_batches,
+        batch_size_per_step=recipe.batch_size * num_batches, delay=settings.delay,
     )  # fmt: skip
     loss_module = together(LossModule(model), compute.device)
     batches = Batches(samples, recipe, order)

@@ -16,6 +16,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import checked_name
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Delay = Literal["optimizer", "gradients"]
 
 MAX_TTL_S = DhtConfig.max_ttl_s
 _DEVICE = re.compile(r"auto|(cpu|cuda|hpu|mps|npu|xla|xpu)(:\d+)?")
@@ -185,6 +186,10 @@ class TrainingSettings:
 
     precision: Precision = "auto"
     """Precision of matrix products. auto is the half precision in which the GPU is fast, and float32 elsewhere."""
+
+    delay: Delay | None = None
+    """gradients: average and make the update in the background, while the next batches are computed on parameters that
+    are one step old; optimizer: only the update. Each peer may have its own setting."""
 
     threads: int | None = None
     """CPU threads that torch may use; by default torch decides."""

@@ -99,6 +99,7 @@ class AlbertTrainer:
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer), data=data)
         options = {
             "batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps,
+            "delay": settings.delay,
             "allow_solo": settings.allow_solo,
             "start_new": start_new,
         }
