@@ -49,6 +49,8 @@ WARM_UP_ROUNDS = 2
 
 TIMEOUT_S = 20.0
 FIRST_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
+"""To import everything in three processes at once on a busy machine."""
 
 
 class Empty(msgspec.Struct):
@@ -143,10 +145,10 @@ def first_contribution_s(one: str, other: str) -> float | None:
         names = stack.enter_context(internet([Host(), KINDS[one], KINDS[other]]))
         pool = stack.enter_context(ThreadPoolExecutor(2))
         first, *pair = (stack.enter_context(Worker(Trainer, name)) for name in names)
+        for worker in (first, *pair):
+            worker.call("ready", timeout_s=START_TIMEOUT_S)
         addresses = first.call("start", [], RELAY_PORT, None, True)
         wait_for([first], "step")
-        for worker in pair:
-            worker.call("ready")
         for start in [pool.submit(worker.call, "start", addresses, PORT, None) for worker in pair]:
             start.result()
         until = time.monotonic() + FIRST_TIMEOUT_S

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
-from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, seen_from_outside
+from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, own_hosts, seen_from_outside
+from manyhands.rpc.dial_rules import may_dial_heard
 from manyhands.transport import tcp
 from tests.network import identity_of
 
@@ -82,6 +83,13 @@ def test_a_local_ipv6_address_is_announced_if_there_is_no_other(
     eth0: list[str], announced: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert announced_with({"lo": ["127.0.0.1", "::1"], "eth0": eth0}, set(), tmp_path, monkeypatch) == announced
+
+
+def test_a_client_knows_its_own_hosts_of_both_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody can make it dial services of its own machine at its global IPv6 address."""
+    announced_with({"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.2", "2a01:4f8::2"]}, set(), tmp_path, monkeypatch)
+    assert own_hosts([]) == {"192.168.0.2", "2a01:4f8::2"}
+    assert not may_dial_heard("2a01:4f8::2", 22, own_hosts([]))
 
 
 @pytest.mark.parametrize("host", ["::1", "fd00::2"])
