@@ -14,6 +14,7 @@ import msgspec
 import torch
 from _routers import Host, internet
 from _star import enter
+from _trainer import RELAY_MBIT_S, Trainer, wait_for
 from _worker import Worker
 
 import manyhands
@@ -27,15 +28,15 @@ from manyhands.transport import Stream
 KINDS = {
     "public": Host(),
     "firewall": Host(has_firewall=True),
+    "IPv6 with a firewall": Host(has_router=True, is_symmetric=True, has_ip6=True),
     "port-preserving": Host(has_router=True),
     "symmetric": Host(has_router=True, is_symmetric=True),
     "only port 443 out": Host(has_firewall=True, only_to=443),
 }
-"""What stands between a peer and the internet."""
+"""What stands between a peer and the internet. In the third one IPv4 passes a symmetric router."""
 
 RELAY_PORT = 443
 PORT = 31337
-LISTEN = "/ip4/0.0.0.0/tcp"
 BYTES = 8 << 20
 """Sent to measure the throughput of a pair."""
 
@@ -46,8 +47,10 @@ COLUMNS = 1000
 WARM_UP_ROUNDS = 2
 """In these the peers get to know each other."""
 
-RELAY_MBIT_S = 10_000.0
 TIMEOUT_S = 20.0
+FIRST_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
+"""To import everything in three processes at once on a busy machine."""
 
 
 class Empty(msgspec.Struct):
@@ -67,7 +70,7 @@ class End:
     def start(self, initial_peers: list[str], port: int, is_client: bool, relays: bool) -> tuple[list[str], str]:
         """Join; returns the addresses and the id."""
         config = RpcConfig(relay_mbit_s=RELAY_MBIT_S if relays else None)
-        listen = {} if is_client else {"listen": [f"{LISTEN}/{port}"]}
+        listen = {} if is_client else {"listen": [str(port)]}
         self._peer = manyhands.Peer(initial_peers, client_mode=is_client, rpc_config=config, **listen)  # type: ignore[arg-type]
         self._peer.run(self._serve(), TIMEOUT_S, "serving")
         return self._peer.addresses, str(self._peer.peer_id)
@@ -133,7 +136,35 @@ def measure_pair(one: str, other: str) -> dict[str, Any]:
         target_addresses, target_id = target.call("start", addresses, PORT, other != "public", False)
         caller.call("start", addresses, PORT, one != "public", False)
         row = caller.call("meet", target_id, target_addresses, timeout_s=5 * TIMEOUT_S)
-    return {"a": one, "b": other, **row}
+    return {"a": one, "b": other, **row, "first_contribution_s": first_contribution_s(one, other)}
+
+
+def first_contribution_s(one: str, other: str) -> float | None:
+    """Seconds from the start of a pair until its first round with both; None if there is none in time."""
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(internet([Host(), KINDS[one], KINDS[other]]))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        first, *pair = (stack.enter_context(Worker(Trainer, name)) for name in names)
+        for worker in (first, *pair):
+            worker.call("ready", timeout_s=START_TIMEOUT_S)
+        addresses = first.call("start", [], RELAY_PORT, None, True)
+        wait_for([first], "step")
+        for start in [pool.submit(worker.call, "start", addresses, PORT, None) for worker in pair]:
+            start.result()
+        until = time.monotonic() + FIRST_TIMEOUT_S
+        while time.monotonic() < until:
+            reports = [worker.call("report") for worker in pair]
+            if errors := [report["error"] for report in reports if report["error"]]:
+                raise RuntimeError(f"{one} and {other}: {errors[0]}")
+            firsts: list[float | None] = [
+                report["first_with"].get(peer["peer_id"])
+                for report, peer in zip(reports, reversed(reports), strict=True)
+            ]
+            both = [first for first in firsts if first is not None]
+            if len(both) == len(pair):
+                return round(max(both), 1)
+            time.sleep(0.2)
+    return None
 
 
 class Averaging:
@@ -150,7 +181,7 @@ class Averaging:
 
     def start(self, initial_peers: list[str], is_client: bool, seed: int) -> list[str]:
         """Join; returns the addresses."""
-        listen = {} if is_client else {"listen": [f"{LISTEN}/{PORT}"]}
+        listen = {} if is_client else {"listen": [str(PORT)]}
         self._peer = manyhands.Peer(initial_peers, client_mode=is_client, rpc_config=self._rpc, **listen)  # type: ignore[arg-type]
         shape = self._num_params // COLUMNS, COLUMNS  # vectors stay exact, whatever the codec
         tensor = torch.rand(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,8 +1,8 @@
 """An internet on this machine: hosts with public addresses, behind firewalls, and behind routers. Needs Linux and root.
 
 Each host is a network namespace with one TUN device. One process forwards the packets between them, and is all
-firewalls and routers at once: the kernel needs neither netfilter nor its programs. It carries TCP over IPv4 without
-delay. What no rule lets through is dropped without an answer.
+firewalls and routers at once: the kernel needs neither netfilter nor its programs. It carries TCP over IPv4 and IPv6
+without delay. What no rule lets through is dropped without an answer.
 
 The addresses are of the public kind, since peers treat private ones differently. No packet leaves this machine.
 """
@@ -14,6 +14,7 @@ import os
 import random
 import select
 import signal
+import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ LONGEST_PACKET = 2048
 TCP = 6
 PREFIX = "mhr"
 PUBLIC_NETWORK = "30.0.0."
+PUBLIC_NETWORK_6 = "2400:30::"
 
 Flow = tuple[int, bytes, int]
 """Port of the host, address and port of the other end."""
@@ -43,6 +45,8 @@ class Host:
         only_to: the firewall lets connections out to this port only.
         lets_in: other hosts, by number, that the firewall lets in.
         forwarded_port: which the router leads to the same port of the host.
+        has_ip6: it has a global IPv6 address too. With a firewall or router, IPv6 passes a firewall that lets in what
+            answers its own connections only.
     """
 
     has_firewall: bool = False
@@ -52,6 +56,7 @@ class Host:
     only_to: int = 0
     lets_in: tuple[int, ...] = ()
     forwarded_port: int = 0
+    has_ip6: bool = False
 
 
 def public_ip(number: int) -> str:
@@ -62,6 +67,11 @@ def public_ip(number: int) -> str:
 def own_ip(number: int, host: Host) -> str:
     """The address that a host sees itself."""
     return f"192.168.{number}.2" if host.has_router else public_ip(number)
+
+
+def own_ip6(number: int) -> str:
+    """The IPv6 address of a host, if it has one."""
+    return f"{PUBLIC_NETWORK_6}{number + 1:x}"
 
 
 @contextlib.contextmanager
@@ -159,6 +169,30 @@ class Gate:
         return self._host.is_symmetric and port != self._host.forwarded_port
 
 
+class Gate6:
+    """A firewall for IPv6, or nothing."""
+
+    def __init__(self, host: Host, own: str) -> None:
+        self._is_closed = host.has_firewall or host.has_router
+        self._own = socket.inet_pton(socket.AF_INET6, own)
+        self._only_to = host.only_to
+        self._flows: set[Flow] = set()
+
+    def let_out(self, packet: bytearray) -> bool:
+        """Whether a packet of the host goes on."""
+        port, other_port = struct.unpack_from("!HH", packet, 40)
+        flow = (port, bytes(packet[24:40]), other_port)
+        if packet[8:24] != self._own or (flow not in self._flows and self._only_to not in (0, other_port)):
+            return False
+        self._flows.add(flow)
+        return True
+
+    def let_in(self, packet: bytearray) -> bool:
+        """Whether a packet to the host goes on."""
+        other_port, port = struct.unpack_from("!HH", packet, 40)
+        return not self._is_closed or (port, bytes(packet[8:24]), other_port) in self._flows
+
+
 def _packed(address: str) -> bytes:
     return bytes(int(part) for part in address.split("."))
 
@@ -194,12 +228,22 @@ def _is_tcp(packet: bytearray) -> bool:
     return len(packet) >= 40 and packet[0] == 0x45 and packet[9] == TCP
 
 
+def _is_tcp6(packet: bytearray) -> bool:
+    """Whether it is TCP over IPv6, without extension headers."""
+    return len(packet) >= 60 and packet[0] >> 4 == 6 and packet[6] == TCP
+
+
 def _forward(pipe: Connection, names: list[str], hosts: list[Host]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    devices = [open_tun(number, name, own_ip(number, hosts[number])) for number, name in enumerate(names)]
+    devices = [
+        open_tun(number, name, own_ip(number, host), own_ip6(number) if host.has_ip6 else "")
+        for number, (name, host) in enumerate(zip(names, hosts, strict=True))
+    ]
     rng = random.Random(0)
     gates = [gates_of(number, host, rng) for number, host in enumerate(hosts)]
     of_ip = {_packed(public_ip(number)): number for number in range(len(hosts))}
+    gates6 = {number: Gate6(host, own_ip6(number)) for number, host in enumerate(hosts) if host.has_ip6}
+    of_ip6 = {socket.inet_pton(socket.AF_INET6, own_ip6(number)): number for number in gates6}
     sender_of = {device: number for number, device in enumerate(devices)}
     poll = select.poll()
     for descriptor in (*devices, pipe.fileno()):
@@ -214,9 +258,14 @@ def _forward(pipe: Connection, names: list[str], hosts: list[Host]) -> None:
                     packet = bytearray(os.read(descriptor, LONGEST_PACKET))
                 except BlockingIOError:
                     break
-                if not _is_tcp(packet) or not all(gate.let_out(packet) for gate in gates[sender_of[descriptor]]):
-                    continue
-                receiver = of_ip.get(bytes(packet[16:20]))
-                if receiver is not None and all(gate.let_in(packet) for gate in reversed(gates[receiver])):
+                sender = sender_of[descriptor]
+                receiver = None
+                if _is_tcp6(packet) and sender in gates6 and gates6[sender].let_out(packet):
+                    receiver = of_ip6.get(bytes(packet[24:40]))
+                    is_let_in = receiver is not None and gates6[receiver].let_in(packet)
+                elif _is_tcp(packet) and all(gate.let_out(packet) for gate in gates[sender]):
+                    receiver = of_ip.get(bytes(packet[16:20]))
+                    is_let_in = receiver is not None and all(gate.let_in(packet) for gate in reversed(gates[receiver]))
+                if receiver is not None and is_let_in:
                     with contextlib.suppress(BlockingIOError):
                         os.write(devices[receiver], packet)

@@ -128,8 +128,8 @@ def _hub(pipe: Connection, names: list[str], line: Line) -> None:
     forward(np.array(lines), bytes_per_s, line.delay_s, line.loss, line.queue_s)
 
 
-def open_tun(number: int, name: str, address: str) -> int:
-    """Make the TUN device of a namespace; returns its descriptor."""
+def open_tun(number: int, name: str, address: str, address_6: str = "") -> int:
+    """Make the TUN device of a namespace, with an IPv4 and perhaps an IPv6 address; returns its descriptor."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     device = f"mh{os.getpid()}{number}"[:15]
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
@@ -137,4 +137,7 @@ def open_tun(number: int, name: str, address: str) -> int:
     ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
     ip("-n", name, "link", "set", device, "up", "mtu", str(MTU))
     ip("-n", name, "route", "add", "default", "dev", device)
+    if address_6:
+        ip("-n", name, "-6", "addr", "add", f"{address_6}/64", "dev", device)
+        ip("-n", name, "-6", "route", "add", "default", "dev", device)
     return fd

@@ -41,10 +41,12 @@ their threads take longer turns: with the usual ones, waiting for each other tak
               at most three do not count
   round_s     the median
 
-With ``--pairs``, one peer calls another one, each behind one of the kinds of routers of benchmarks/_pairs.py, and both
-know a public peer that relays. Of a public peer and another one, the other one calls. JSON: a list of
-``{a, b, way, connect_ms, punched_ms, mb_per_s}``: until the first call is answered, until there is a connection without
-a relay (both since the call began), and the throughput of one stream.
+With ``--pairs``, one peer calls another one, each behind one of ``--kinds`` (benchmarks/_pairs.py), and both know a
+public peer that relays; it has IPv4 only. Of a public peer and another one, the other one calls. JSON: a list of ``{a,
+b, way, connect_ms, punched_ms, mb_per_s, first_contribution_s}``: until the first call is answered, until there is a
+connection without a relay (both since the call began), the throughput of one stream, and, in a run that the public peer
+has begun, from the start of both until the end of the first averaging round with the samples of both. There they get no
+option that says how they are connected.
 
 With ``--swarm``, so many peers and one public one average ``--swarm-params`` values with int8. All have an upload of
 ``--mbit-s``. JSON: a list of ``{swarm, punched_pairs, step_s, public_mb, other_mb, failed}``, medians of ``--rounds``;
@@ -58,13 +60,11 @@ import contextlib
 import gc
 import itertools
 import json
-import logging
 import os
 import resource
 import signal
 import statistics
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,19 +72,16 @@ from typing import Any
 import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _memory import free_at_once, peak_own_bytes, start_peak
-from _pairs import KINDS, RELAY_MBIT_S, SWARMS, measure_pair, measure_swarm
-from _relay import Relay, RelayTunnel
+from _pairs import KINDS, PORT, SWARMS, measure_pair, measure_swarm
+from _relay import Relay
 from _routers import Host, bridged, internet, public_ip
 from _star import enter, why_not
+from _trainer import Trainer, wait_for
 from _worker import Worker
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.rpc import RpcConfig
-from manyhands.tunnels import TunnelKeeper
 
-PORT = 31337
-LISTEN = "/ip4/0.0.0.0/tcp"
 OPEN = Host()
 NEWCOMER, RELAY = 2, 3  # the numbers of hosts; 0 and 1 are the ordinary peers
 HTTPS = 443
@@ -103,11 +100,6 @@ SETUPS = {
     "only port 443 out": Host(has_firewall=True, only_to=HTTPS),
     "one peer on port 443": Host(has_firewall=True, only_to=HTTPS),
 }
-ADVISERS = ("manyhands.reach", "manyhands.tunnels", "manyhands.peer", "manyhands.rpc")
-BATCH_S, SAMPLES = 0.1, 4
-TARGET = 60
-WIDTH = 256
-JOIN_S = 90.0
 AFTER_DROP_S = 30.0
 LAST_S = 15.0
 PEERS_IN_PROCESS = 32
@@ -117,96 +109,6 @@ ROUND_S = 60.0
 WARM_UP_ROUNDS = 3
 MB = 10**6
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-class Trainer:
-    """A peer that trains, in its own process and namespace."""
-
-    def __init__(self, namespace: str) -> None:
-        enter(namespace)
-        torch.set_num_threads(1)
-        self._advice: list[str] = []
-        logging.getLogger("manyhands").addHandler(_Notes(self._advice))
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._peer: manyhands.Peer | None = None
-        self._seen: dict[str, Any] = {
-            "num_peers": 0, "step": None, "first_s": None, "last_at": None, "aborted": 0, "error": "",
-        }  # fmt: skip
-        self._tunnel: RelayTunnel | None = None
-
-    def start(self, initial_peers: list[str], port: int, relay: str | None, relays: bool = False) -> list[str]:
-        """Join and begin to train; returns its addresses."""
-        began = time.perf_counter()
-        self._tunnel = RelayTunnel(relay) if relay is not None else None
-        before_joining = TunnelKeeper(self._tunnel).start if self._tunnel is not None else None
-        self._peer = manyhands.Peer(
-            initial_peers, listen=[f"{LISTEN}/{port}"], before_joining=before_joining,
-            rpc_config=RpcConfig(relay_mbit_s=RELAY_MBIT_S if relays else None),
-        )  # fmt: skip
-        self._seen["peer_s"] = time.perf_counter() - began
-        self._thread = threading.Thread(target=self._train, args=(self._peer, not initial_peers), daemon=True)
-        self._thread.start()
-        return self._peer.addresses
-
-    def _train(self, peer: manyhands.Peer, is_first: bool) -> None:
-        try:
-            self._train_on(peer, is_first)
-        except Exception as error:  # noqa: BLE001 (it is in the report)
-            self._seen["error"] = f"{type(error).__name__}: {error}"
-
-    def _train_on(self, peer: manyhands.Peer, is_first: bool) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
-        began, seen = time.perf_counter(), self._seen
-        optimizer = manyhands.Optimizer(
-            torch.optim.AdamW(model.parameters(), lr=1e-3), peer=peer, run_id="reach", target_batch_size=TARGET,
-            batch_size_per_step=SAMPLES, start_new=is_first,
-        )  # fmt: skip
-        step = seen["step"] = optimizer.global_step
-        while not self._is_over.is_set():
-            time.sleep(BATCH_S)
-            model(torch.randn(SAMPLES, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            now, counts = time.perf_counter(), optimizer.statistics
-            seen["num_peers"] = max(seen["num_peers"], optimizer.num_peers)
-            seen["aborted"], seen["step"] = counts.rounds_aborted, optimizer.global_step
-            if optimizer.global_step != step and optimizer.last_round is not None and optimizer.last_contribution:
-                seen["last_at"] = now
-                if seen["first_s"] is None:
-                    seen["first_s"] = now - began
-            step = optimizer.global_step
-
-    def report(self) -> dict[str, Any]:
-        """What it has seen."""
-        assert self._peer is not None
-        last_at = self._seen["last_at"]
-        return {
-            **self._seen,
-            "since_last_s": time.perf_counter() - last_at if last_at is not None else None,
-            "mode": "client" if self._peer.endpoint.client_mode else "ordinary",
-            "advice": list(dict.fromkeys(self._advice)),
-            "drops": self._tunnel.num_dropped if self._tunnel is not None else 0,
-        }
-
-    def close(self) -> None:
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join(2.0)
-        if self._peer is not None:
-            self._peer.close()
-
-
-class _Notes(logging.Handler):
-    """Keeps the warnings about how a peer is connected."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith(ADVISERS):
-            self._lines.append(record.getMessage())
 
 
 def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
@@ -222,9 +124,9 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
             watch_s = drop_s + AFTER_DROP_S
         relays = setup in RELAYED
         addresses = workers[0].call("start", [], ports[0], None, relays)
-        _wait_for(workers[:1], "step")  # so that the next one finds the run
+        wait_for(workers[:1], "step")  # so that the next one finds the run
         addresses += workers[1].call("start", addresses, ports[1], None, relays)
-        _wait_for(workers[:NEWCOMER], "first_s")
+        wait_for(workers[:NEWCOMER], "first_s")
         aborted = sum(worker.call("report")["aborted"] for worker in workers[:NEWCOMER])
         newcomer = workers[NEWCOMER]
         newcomer.call("start", addresses, PORT, public_ip(RELAY) if is_tunnel else None)
@@ -251,18 +153,6 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
     }
 
 
-def _wait_for(workers: list[Worker], name: str) -> None:
-    """Wait until each has this in its report."""
-    deadline = time.monotonic() + JOIN_S
-    while True:
-        reports = [worker.call("report") for worker in workers]
-        if all(report[name] is not None for report in reports):
-            return
-        if time.monotonic() > deadline or any(report["error"] for report in reports):
-            raise RuntimeError(f"the ordinary peers do not train: {reports}")
-        time.sleep(0.2)
-
-
 class Averagers:
     """Some peers that average, in one process and namespace."""
 
@@ -286,7 +176,7 @@ class Averagers:
         if not initial_peers:
             os.nice(PRECEDENCE)  # of this thread, and of those that it starts
         for _ in range(num):
-            peer = manyhands.Peer(initial_peers, listen=[f"{LISTEN}/0"], client_mode=bool(initial_peers))
+            peer = manyhands.Peer(initial_peers, client_mode=bool(initial_peers))
             self._peers.append(peer)
             if initial_peers:
                 sys.setswitchinterval(TURN_S)  # the first peer has shortened it
@@ -365,6 +255,14 @@ def setups(text: str) -> list[str]:
     return names
 
 
+def kinds(text: str) -> list[str]:
+    """Kinds of routers, separated by commas."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
+    return names
+
+
 def counts(text: str) -> list[int]:
     """Numbers of clients, separated by commas."""
     return [positive_int(part) for part in text.split(",")]
@@ -386,6 +284,7 @@ def main() -> None:
     parser.add_argument("--params", type=positive_int, default=100_000, help="with --clients (default: 100000)")
     parser.add_argument("--rounds", type=positive_int, default=3, help="with --clients (default: 3)")
     parser.add_argument("--pairs", action="store_true", help="measure pairs of peers behind routers instead")
+    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="with --pairs: several (default: all)")
     parser.add_argument("--swarm", type=positive_int, help="measure so many peers behind routers instead")
     parser.add_argument("--mbit-s", type=positive, default=20.0, help="with --swarm: upload of each (default: 20)")
     parser.add_argument(
@@ -400,7 +299,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     cases: list[Any] = options.clients or options.setups
     if options.pairs:
-        cases = list(itertools.combinations_with_replacement(KINDS, 2))
+        cases = list(itertools.combinations_with_replacement(options.kinds, 2))
     elif options.swarm:
         cases = list(SWARMS)
     with progress_of(len(cases)) as steps:

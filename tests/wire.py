@@ -71,6 +71,9 @@ class Wire:
     async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
         await self._transport.forward(one, other, chunk_bytes, pay)
 
+    def public_ip6(self) -> str:
+        return self._transport.public_ip6()
+
     def take_port(self) -> Port:
         return self._transport.take_port()
 

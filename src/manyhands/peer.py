@@ -36,7 +36,8 @@ from manyhands.transport import TlsTransport, Transport
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
+ALL_INTERFACES = ("0",)
+"""A free port on all interfaces, with IPv4 and IPv6; with IPv4 alone where the machine has no IPv6."""
 START_TIMEOUT_S = 15.0
 BEFORE_JOINING_TIMEOUT_S = 12.0
 CLOSE_TIMEOUT_S = 4.0
@@ -343,8 +344,8 @@ class Peer(FromHivemind):
     Args:
         initial_peers: multiaddrs or ``HOST:PORT`` of any running peers; without any, this is the first peer. A ticket
             works as well; with the ticket of a run by invitation, this peer becomes a member of the run.
-        listen: where to accept connections; by default on all interfaces, with IPv4, on a free port. ``31337`` is that
-            port on all interfaces, with IPv4 and IPv6.
+        listen: where to accept connections; by default on all interfaces, on a free port. ``31337`` is that port on all
+            interfaces. Both are with IPv4 and IPv6, or with IPv4 alone where the machine has no IPv6.
         announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
         client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
             ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers``, but

@@ -18,6 +18,7 @@ from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.rpc import AddressSource, Endpoint, RpcConfig, StreamMethod
 from manyhands.rpc.calling import ITEMS_AHEAD
+from manyhands.rpc.dialling import in_turns
 from manyhands.rpc.frames import CallFailure, Cancel, Drain, Hello, Item, Request, encode_frame, send_frame
 from tests.network import (
     ECHO,
@@ -233,6 +234,32 @@ async def test_the_best_address_has_a_head_start() -> None:
             assert not other._streams  # type: ignore[attr-defined]
         finally:
             await other.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+async def test_of_a_peer_with_both_families_ipv6_is_dialled_first_and_ipv4_if_that_fails() -> None:
+    async with endpoints(2, kind="tls", clients=[0]) as (here, there):
+        with_ip6 = await there._transport.listen(Address.parse("/ip6/::1/tcp/0"), there._accepted)
+        try:
+            here.learn(there.peer_id, with_ip6.addresses)
+            here.learn(there.peer_id, there.addresses)
+            assert [address.protocol for address in here.addresses_of(there.peer_id)] == ["ip4", "ip6"]
+            await here.call_on(there.peer_id, 5.0)
+            assert here.reached_host(there.peer_id) == "::1"
+        finally:
+            await with_ip6.close()
+    async with endpoints(2, kind="tls") as (here, there):
+        here.learn(there.peer_id, [Address.parse("/ip6/2001:db8::7/tcp/9"), *there.addresses])
+        began = asyncio.get_running_loop().time()
+        await here.call_on(there.peer_id, 5.0)
+        assert here.reached_host(there.peer_id) == "127.0.0.1"
+        assert asyncio.get_running_loop().time() - began < 5.0, "it has not waited for the other one"
+
+
+def test_families_take_turns_and_names_count_as_ipv4() -> None:
+    texts = ["127.0.0.1:1", "127.0.0.1:2", "localhost:3", "[::1]:4", "[::1]:5"]
+    in_order = in_turns([Address.parse(text) for text in texts])
+    assert [address.port for address in in_order] == [4, 1, 5, 2, 3]
 
 
 # streaming calls

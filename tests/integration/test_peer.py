@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import gc
 import logging
 import os
@@ -51,10 +52,11 @@ async def dial(address: Address) -> None:
 
 
 def test_a_peer_listens_on_all_interfaces_by_default_and_gives_addresses_that_work() -> None:
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the first one is with both families
     with manyhands.Peer() as peer, manyhands.Peer(peer.addresses, client_mode=True) as other:
         listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         ports = {Address.parse(text).port for text in peer.addresses}
-        assert {("0.0.0.0", port) for port in ports} <= listening
+        assert {(everywhere, port) for port in ports} <= listening
         assert any(address.is_loopback for address in peer.endpoint.addresses), "for peers on the same machine"
         for text in peer.addresses:
             address = Address.parse(text)
@@ -67,13 +69,44 @@ def test_a_peer_listens_on_all_interfaces_by_default_and_gives_addresses_that_wo
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_a_peer_given_a_port_alone_listens_on_ipv4_and_ipv6() -> None:
     with manyhands.Peer(listen=["/ip4/0.0.0.0/tcp/0", "*:*"]) as peer:
-        told = peer.endpoint.addresses
-        assert len({address.port for address in told}) == 1
+        [port] = {address.port for address in peer.endpoint.addresses}
         for host in ("127.0.0.1", "::1"):
-            [address] = [address for address in told if address.host == host]
-            with manyhands.Peer([address], client_mode=True) as other:
+            with manyhands.Peer([Address.of(host, port)], client_mode=True) as other:
                 assert other.dht.num_known_peers == 1
                 assert other.addresses == []
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_peers_with_one_family_each_dial_a_peer_with_both_and_are_dialled_by_it() -> None:
+    with manyhands.Peer() as peer:
+        [port] = {address.port for address in peer.endpoint.addresses}
+        for host in ("127.0.0.1", "::1"):
+            with manyhands.Peer([Address.of(host, port)], listen=[f"/ip{6 if ':' in host else 4}/{host}/tcp/0"]) as one:
+                assert peer.endpoint.host_of(one.peer_id) == host
+                on(peer, peer.endpoint.reach(one.peer_id, 5.0))
+                assert [address.host for address in peer.endpoint.reached_at(one.peer_id)] == [host]
+
+
+def test_a_peer_without_ipv6_has_ipv4_by_default_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ip4Socket(socket.socket):
+        def __init__(self, family: int = -1, *args: Any, **kwargs: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "socket", Ip4Socket)
+    caplog.set_level(logging.INFO, "manyhands")
+    with manyhands.Peer() as peer:
+        assert {address.protocol for address in peer.endpoint.bound_addresses} == {"ip4"}
+        assert peer.addresses
+        assert all(text.startswith("/ip4/") for text in peer.addresses)
+        with manyhands.Peer(peer.addresses, client_mode=True) as other:
+            assert other.dht.num_known_peers == 1
+        with pytest.raises(ConfigError, match=r"cannot listen on /ip6/::1/tcp/0: Address family not supported"):
+            manyhands.Peer(listen=["/ip6/::1/tcp/0"])
+    assert "IPv6" not in caplog.text
 
 
 def test_an_empty_address_is_refused_and_does_not_begin_a_swarm() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +17,8 @@ from manyhands.rpc import Endpoint, RpcConfig, dial_rules
 from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.punched_streams import MAX_UNDER_WAY, PUNCH, PunchRequest
 from manyhands.rpc.ways import PUNCHED, relayed_by
-from manyhands.transport import TlsTransport
+from manyhands.transport import TlsTransport, tcp
+from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.integration.test_relays import clients_and_relays, echoed, seems_symmetric, send_back
 from tests.network import endpoints, identity_of, serve_echo, until
 
@@ -174,6 +177,73 @@ def test_the_kind_of_router_is_what_most_others_see() -> None:
     for peer_id in peers[3:6]:
         view.note(peer_id, ("30.0.0.9", 5123), ("192.168.0.2", 4003))
     assert view.router == "symmetric"
+
+
+IP6 = "2a01:4f8::2"
+
+
+def test_the_router_for_ipv4_says_nothing_of_ipv6() -> None:
+    """Behind a symmetric router, a peer with a global IPv6 address knows where its connections come from."""
+    view = OutsideView()
+    peers = [identity_of(number).peer_id for number in range(1, 10)]
+    for peer_id in peers[:4]:
+        view.note(peer_id, ("30.0.0.9", 5123), ("192.168.0.2", 4003))
+    assert not view.is_known
+    view.public_ip6 = lambda: IP6
+    assert (view.router, view.hosts, view.known_hosts) == ("symmetric", ["30.0.0.9"], [IP6])
+    for peer_id in peers[4:6]:
+        assert view.note(peer_id, (IP6, 4000), (IP6, 4000)) is (peer_id == peers[4])
+    assert (view.router, view.hosts, view.known_hosts) == ("symmetric", [IP6, "30.0.0.9"], [IP6])
+    view.public_ip6 = lambda: ""
+    assert view.known_hosts == [IP6], "as others see it"
+    for peer_id in peers[4:8]:  # a router for IPv6, which is rare
+        view.note(peer_id, ("2a01:4f8:1::7", 5123), ("fd00::2", 4003))
+    assert not view.is_known
+
+
+def test_ipv6_is_named_first() -> None:
+    view = OutsideView(lambda: IP6)
+    view.note(identity_of(1).peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+    assert (view.router, view.known_hosts) == ("port-preserving", [IP6, "30.0.0.9"])
+
+
+async def test_a_place_of_a_family_in_which_the_own_place_is_not_known_is_not_dialled() -> None:
+    async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
+        await one.call_on(other.peer_id, 5.0)
+        other.outside.public_ip6 = lambda: IP6  # and its router for IPv4 is symmetric
+        with pytest.raises(Refused, match="may be dialled from here"):
+            await one.call(other.peer_id, PUNCH, PunchRequest(["/ip4/30.0.0.7/tcp/4000"]))
+
+
+TWO_ADDRESSES = """
+set -e
+ip link set lo up
+ip addr add 2a01:4f8::2/128 dev lo
+ip -6 route add default dev lo
+exec "$@"
+"""
+
+
+async def meet_over_ipv6() -> None:
+    """Print how two clients behind symmetric routers for IPv4 are connected in the end, and at which address."""
+    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+        for client in (one, other):
+            seems_symmetric(client)
+            client.outside.public_ip6 = tcp.public_ip6
+            serve_echo(client)
+            await client.call_on(relay.peer_id, 5.0)
+        await echoed(one, other)
+        await until(lambda: one.way_to(other.peer_id) == PUNCHED, "the two are connected without the relay")
+        print(one.way_to(other.peer_id), one.host_of(other.peer_id))
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="no namespaces here")
+def test_two_clients_behind_symmetric_routers_are_connected_over_ipv6() -> None:
+    """On a machine with a global address; benchmarks/reach.py has the firewalls too."""
+    code = "import asyncio; from tests.integration.test_punching import meet_over_ipv6; asyncio.run(meet_over_ipv6())"
+    within = [*UNSHARE, "sh", "-c", TWO_ADDRESSES, "sh", sys.executable, "-c", code]
+    output = subprocess.run(within, check=False, capture_output=True, text=True, timeout=60)
+    assert output.stdout.split() == ["punched", IP6], output.stderr
 
 
 @pytest.mark.parametrize("host", ["", "not an address", "127.0.0.1", "169.254.169.254", "224.0.0.1", "0.0.0.0"])

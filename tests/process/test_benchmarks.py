@@ -259,3 +259,11 @@ def test_the_benchmark_of_reach_joins_and_contributes_behind_a_symmetric_router(
     assert row["contributes"]
     assert row["mode"] == "client"
     assert row["advice"].startswith("No other peer can dial this one")
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not IS_LINUX or os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="no namespaces here")
+def test_two_peers_with_ipv6_are_connected_through_their_firewalls(tmp_path: Path) -> None:
+    (row,), _ = results_of("reach.py", tmp_path, "--pairs", "--kinds", "IPv6 with a firewall")
+    assert row["way"] == "punched"
+    assert row["first_contribution_s"] is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,16 @@ def parse_listen_addresses(texts: Sequence[str | Address]) -> list[Address]:
     of_both_families = {a.port for a in addresses if a.is_unspecified and a.protocol == "ip6"}
     is_covered = [a.is_unspecified and a.protocol == "ip4" and a.port in of_both_families for a in addresses]
     return [address for address, covered in zip(addresses, is_covered, strict=True) if not covered]
+
+
+def host_ports(texts: Sequence[str | Address]) -> list[str]:
+    """Return addresses as ``HOST:PORT``, to be shown as part of a command; those of IPv6 only if there are no others.
+
+    The brackets of IPv6 need quotes in some shells, or else the whole command fails.
+    """
+    addresses = parse_addresses(texts)
+    plain = [address.host_port for address in addresses if ":" not in address.host]
+    return plain or [shlex.quote(address.host_port) for address in addresses]
 
 
 def _check_is_list(texts: Sequence[str | Address]) -> None:

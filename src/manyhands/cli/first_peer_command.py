@@ -11,7 +11,7 @@ import msgspec
 import psutil
 from cyclopts import Parameter
 
-from manyhands.base.address import parse_addresses, parse_listen_addresses
+from manyhands.base.address import host_ports, parse_listen_addresses
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import amount_of, counted
 from manyhands.cli.charter_options import checked_charter, coordinate, wait
@@ -99,8 +99,7 @@ def first_peer(
         else:
             logger.info("Only peers with a ticket can join. For bans from other machines, and for other coordinators:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
-        places = " ".join(place.host_port for place in parse_addresses(peer.addresses))
-        print(f"    --initial-peers {places}", flush=True)  # noqa: T201
+        print(f"    --initial-peers {' '.join(host_ports(peer.addresses))}", flush=True)  # noqa: T201
         if signed is None:
             print_tickets(peer, "")
         else:

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from rich.console import Console, RenderableType
 
 from manyhands.access import SignedCharter
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import host_ports
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import shell_option
@@ -308,9 +308,9 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: byte
         charter: digest of the charter of the run, if it has one.
     """
     addresses = peer.addresses
-    places = parse_addresses(addresses)
+    places = host_ports(addresses)
     for place in places:
-        logger.info("Running DHT root at %s", place.host_port)
+        logger.info("Running DHT root at %s", place)
     if places:
         logger.info("To train with it, run this on any machine that can reach this one:")
     else:
@@ -322,7 +322,7 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: byte
     print(f"\n    manyhands train {named} --initial-peers {' '.join(shown)}")  # noqa: T201
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
-        print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
+        print(f"    --initial_peers {' '.join(places)}")  # noqa: T201
         print_tickets(peer, run_id, charter=charter)
     sys.stdout.flush()
 
@@ -331,11 +331,10 @@ def how_to_join(peer: Peer, network: NetworkOptions, charter: SignedCharter | No
     """The shortest ways to join, and to see the ticket again, for the foot of the screen."""
     if charter is not None and not charter.is_open:
         return [f"To invite, in another terminal: manyhands invite --state-dir {network.state_dir} --uses 5"]
-    places = parse_addresses(peer.addresses or network.initial_peers or ())
+    places = host_ports(peer.addresses or network.initial_peers or ())
     if not places:
         return []
-    place = places[0].host_port
     return [
-        f"To join: manyhands join {place}",
-        f"Ticket and QR code, in another terminal: manyhands ticket {place}",
+        f"To join: manyhands join {places[0]}",
+        f"Ticket and QR code, in another terminal: manyhands ticket {places[0]}",
     ]

@@ -44,7 +44,7 @@ class PeerOptions:
     """Bootstrap peers: multiaddrs or HOST:PORT of any running peers, or a ticket. One that answers is enough."""
 
     listen: tuple[str, ...] = ALL_INTERFACES
-    """Where to accept connections; port 0 takes a free one. 31337 alone means all interfaces, with IPv4 and IPv6."""
+    """Where to accept connections. 31337 is that port on all interfaces, with IPv4 and IPv6; 0 takes a free one."""
 
     announce: tuple[str, ...] | None = None
     """Addresses that others dial, in place of those that this machine detects; for example that of a tunnel."""

@@ -42,7 +42,7 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
         return None
     logger.info("No address specified. Attempting to infer address ...")
     found = public_address.infer(ip4[0].port, maps_port=maps_port)
-    where = ", ".join(address.host_port for address in local)
+    where = ", ".join(address.host_port for address in ip4)
     if found is None:
         upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"
         logger.warning(

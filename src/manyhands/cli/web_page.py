@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import host_ports, parse_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import checkpoints_in, newest_checkpoint
 from manyhands.cli.leaving import skip_libraries_at_exit
@@ -110,7 +110,7 @@ def command_to_join(peer: Peer, run_id: str) -> str:
     members = peer.presence.members.get(run_id)
     if not places or (members is not None and not members.charter.is_open):
         return ""
-    return f"manyhands join {places[0].host_port}"
+    return f"manyhands join {host_ports(places)[0]}"
 
 
 class Playground:

@@ -50,7 +50,7 @@ class Examination:
     """
 
     initial_peers: Sequence[Address]
-    listen: Sequence[Address] = tuple(map(Address.parse, ALL_INTERFACES))
+    listen: Sequence[Address] = tuple(map(Address.parse_listen, ALL_INTERFACES))
     announce: Sequence[Address] = ()
     client_mode: bool = False
     run_id: str | None = None
@@ -126,7 +126,8 @@ class _Examiner:
         joined = list(by_peer.values())
         self._compare_clocks(joined)
         outside = self._presence.endpoint.outside
-        self._note("router", findings.router(outside.router, outside.hosts))
+        has_ip6 = bool(outside.public_ip6())
+        self._note("router", findings.router(outside.router, outside.hosts, has_ip6=has_ip6))
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
         return report_of(self._checks, self._presence.peer_id, loop.time() - began)
 

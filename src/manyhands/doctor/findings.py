@@ -303,8 +303,12 @@ def nothing_to_dial(bound: Sequence[Address]) -> Finding:
     )
 
 
-def router(kind: Router, hosts: Sequence[str]) -> Finding:
-    """The finding about the router between this machine and the peers that it has dialled."""
+def router(kind: Router, hosts: Sequence[str], *, has_ip6: bool) -> Finding:
+    """The finding about the router between this machine and the peers that it has dialled.
+
+    Args:
+        has_ip6: whether this machine has a global IPv6 address.
+    """
     seen = ", ".join(hosts)
     if kind == "unknown":
         return not_tried("no initial peer can be joined")
@@ -314,10 +318,11 @@ def router(kind: Router, hosts: Sequence[str]) -> Finding:
         return Finding(
             True, f"it keeps the ports of connections, at {seen}: peers behind other such routers can connect directly"
         )
+    how = "directly if they have IPv6, as this machine has, or else through a relay" if has_ip6 else "through a relay"
     return Finding(
         None,
         f"it takes another port for each connection (symmetric), at {seen}: peers that cannot be dialled are reached "
-        "through a relay",
+        f"{how}",
     )
 
 

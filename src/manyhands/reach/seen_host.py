@@ -8,6 +8,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.reach.messages import ASK_TIMEOUT_S, DIAL_BACK, EXAMINE, DialBackRequest, ExamineRequest
+from manyhands.rpc.announce import has_public
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -57,7 +58,7 @@ class SeenHost:
         except (Unavailable, PeerError, ConfigError) as error:
             logger.debug("peer %s does not say where it has dialled this one: %s", peer_id, error)
             return
-        if not addresses or not addresses[0].is_public or any(address.is_public for address in endpoint.addresses):
+        if not addresses or not addresses[0].is_public or has_public(endpoint.addresses, like=addresses[0]):
             return
         if await self._ask_to_dial_back(peer_id, addresses[0]):
             self._stop_asking()

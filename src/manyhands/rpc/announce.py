@@ -6,7 +6,6 @@ import functools
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +37,8 @@ class AnnounceResponse(msgspec.Struct, frozen=True):
 
 ANNOUNCE = Method("rpc.announce", Announcement, AnnounceResponse)
 
-# documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket only looks up the route and sends nothing
-_PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}
-
+_NAMES = ("dns", "dns4", "dns6")
+_EVERYWHERE = [Address("ip4", "0.0.0.0", 1), Address("ip6", "::", 1)]
 _INTERFACES = Path("/sys/class/net")  # on Linux
 
 
@@ -48,8 +46,23 @@ def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
     """Return the addresses at which others can dial a peer that listens on ``bound``, the best first.
 
     "All interfaces" becomes the address of the interface with the default route, those of the other interfaces, and the
-    loopback address, so that peers in all networks of this machine and on the machine itself can dial.
+    loopback address, so that peers in all networks of this machine and on the machine itself can dial. Of IPv6 this is
+    one global address for each interface. Local IPv6 addresses lead nowhere that IPv4 does not, and are for machines
+    that have nothing else.
     """
+    found = _all_addresses(bound)
+    return [address for address in found if address in bound or not _is_superfluous(address, found)]
+
+
+def _is_superfluous(address: Address, found: Sequence[Address]) -> bool:
+    """Whether an address is a local one of IPv6, and another one of this machine leads as far."""
+    if address.protocol != "ip6" or address.is_public:
+        return False
+    others = [other for other in found if other.is_loopback == address.is_loopback]
+    return any(other.protocol == "ip4" or other.is_public for other in others)
+
+
+def _all_addresses(bound: Sequence[Address]) -> list[Address]:
     ranked: list[tuple[bool, int, Address]] = []
     for address in bound:
         hosts = _hosts_of_this_machine(address.protocol) if address.is_unspecified else [address.host]
@@ -63,7 +76,7 @@ def own_hosts(bound: Sequence[Address]) -> set[str]:
 
     A loopback address, which every machine has, is included only if the peer listens on nothing else.
     """
-    hosts = {address.host for address in dialable_addresses(bound or [Address("ip4", "0.0.0.0", 1)])}
+    hosts = {address.host for address in _all_addresses(bound or _EVERYWHERE)}
     others = {host for host in hosts if not Address.of(host, 1).is_loopback}
     if others or not bound:
         return others
@@ -108,8 +121,8 @@ def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: st
     """Return the addresses of a peer, from what it announced and the host that its connection came from.
 
     A peer behind a router does not know its public address, but the peers that it dials see it. If it announces a
-    public address or a name, that is used instead. Loopback addresses of a peer on another machine are dropped.
-    Unreadable addresses are skipped, as a newer version may announce other kinds.
+    public address of the same family, or a name, that is used instead. Loopback addresses of a peer on another machine
+    are dropped. Unreadable addresses are skipped, as a newer version may announce other kinds.
     """
     return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ANNOUNCED]), remote_host))
 
@@ -123,21 +136,26 @@ def _seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: s
         except ConfigError:
             continue
     if remote_host:
-        is_guess_wanted = not any(address.is_public for address in addresses)
-        observed = [Address.of(remote_host, address.port, peer_id) for address in addresses if "ip" in address.protocol]
-        if not Address.of(remote_host, 1).is_loopback:
+        seen_at = Address.of(remote_host, 1)
+        is_guess_wanted = not has_public(addresses, like=seen_at)
+        ports = [address.port for address in addresses if address.protocol == seen_at.protocol]
+        observed = [Address.of(remote_host, port, peer_id) for port in ports]
+        if not seen_at.is_loopback:
             addresses = [address for address in addresses if not address.is_loopback]
         addresses = (observed[:1] if is_guess_wanted else []) + addresses
     return dict.fromkeys(addresses)
 
 
+def has_public(addresses: Iterable[Address], like: Address) -> bool:
+    """Whether there is a public address of the same family as another one, or a name among these addresses."""
+    return any(address.is_public and address.protocol in (like.protocol, *_NAMES) for address in addresses)
+
+
 def _hosts_of_this_machine(protocol: str) -> list[str]:
-    family, probe = _PROBES[protocol]
+    family = socket.AF_INET if protocol == "ip4" else socket.AF_INET6
     loopback = "127.0.0.1" if protocol == "ip4" else "::1"
-    hosts: list[str] = []
-    with socket.socket(family, socket.SOCK_DGRAM) as sock, suppress(OSError):  # there may be no default route
-        sock.connect((probe, 9))
-        hosts.append(sock.getsockname()[0])
+    source = tcp.source_host(family, lasts=True)
+    hosts = [source] if source and not _is_of_one_link(source) else []
     others = [of_one[0] for of_one in _hosts_by_interface(family) if not set(of_one) & set(hosts)]
     return [*hosts, *others, loopback]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class Dialler:
         """Dial one peer, and say what the stream is for.
 
         Args:
-            addresses: of the peer, the best first.
+            addresses: of the peer, the best first; those with IPv6 and IPv4 take turns.
         Raises:
             DialFailed: with the reason, if there is one address.
             Unavailable: with the reasons, if there are several.
@@ -138,16 +139,20 @@ class Dialler:
     async def _dial_first(
         self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str] | None, *, is_bulk: bool
     ) -> Dialled:
-        """Dial the addresses, the best first, and keep the first connection that opens.
+        """Dial the addresses, and keep the first connection that opens.
 
-        Each has a head start of :data:`HEAD_START_S` before the next is dialled too (RFC 8305, section 5).
+        Each has a head start of :data:`HEAD_START_S` before the next is dialled too (RFC 8305, section 5). Those that
+        others named are dialled after the rest, in turns of IPv6 and IPv4 (section 4).
         """
+        heard = heard or {}
+        first_ones = [address for address in addresses if address not in heard]
+        addresses = [*first_ones, *in_turns([address for address in addresses if address in heard])]
         self.check_open()
         deadline = asyncio.get_running_loop().time() + timeout_s
         dials: list[Dial] = []
         kept: Dialled | None = None
         try:
-            first = await self._race(addresses, deadline, dials, is_bulk, heard or {})
+            first = await self._race(addresses, deadline, dials, is_bulk, heard)
             self.check_open()
             kept = first
         finally:
@@ -227,6 +232,14 @@ class Dialler:
         answer = _answer_of(dial)
         if answer is not None and answer is not kept:
             self._streams.release(answer[0])
+
+
+def in_turns(addresses: Sequence[Address]) -> list[Address]:
+    """Return addresses in turns of IPv6 and the others, IPv6 first; those of each keep their order."""
+    ip6 = [address for address in addresses if address.protocol == "ip6"]
+    others = [address for address in addresses if address.protocol != "ip6"]
+    pairs = itertools.zip_longest(ip6, others)
+    return [address for pair in pairs for address in pair if address is not None]
 
 
 def _answer_of(dial: Dial) -> Dialled | None:

@@ -127,7 +127,7 @@ class Endpoint:
             transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
             self._is_near, self._is_relayed_for,
         )  # fmt: skip
-        self.outside = OutsideView()
+        self.outside = OutsideView(transport.public_ip6)
         self._punched = PunchedStreams(
             transport, self._dialler, self._streams, self._tasks, self.counters, self.outside, self._rules.own_hosts,
             self._pool.of, self._serve_stream,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from manyhands.base.identity import PeerId
 
 Router = Literal["unknown", "none", "port-preserving", "symmetric"]
+Family = Literal["ip4", "ip6"]
 
 MAX_VIEWS = 8
 """Peers whose views are kept, the latest ones."""
@@ -27,6 +29,10 @@ class View(NamedTuple):
     is_own: bool
     is_port_kept: bool
 
+    @property
+    def family(self) -> Family:
+        return "ip6" if ":" in self.host else "ip4"
+
 
 class OutsideView:
     """The connections that this peer has dialled, as most of the peers at their other ends see them.
@@ -34,9 +40,16 @@ class OutsideView:
     A router that is *port-preserving* sends a connection on with the port that this machine chose, so another peer can
     be told beforehand where this one will come from. A *symmetric* one takes another port each time. A peer behind a
     tunnel sees the end of the tunnel, and one that lies says what it likes, so the majority counts.
+
+    IPv4 and IPv6 have routers of different kinds: with IPv6 there is usually only a firewall. So a global IPv6 address
+    of this machine counts as where its connections come from, even if no peer that it has dialled has IPv6.
+
+    Args:
+        public_ip6: returns that address; empty if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, public_ip6: Callable[[], str] = lambda: "") -> None:
+        self.public_ip6 = public_ip6
         self._views: OrderedDict[PeerId, View] = OrderedDict()
 
     def note(self, seer: PeerId, seen: tuple[str, int], local: tuple[str, int]) -> bool:
@@ -53,34 +66,52 @@ class OutsideView:
         is_special = ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved
         if is_special and not is_own:
             return False
-        before = self.hosts, self.router
+        before = self._summary()
         self._views[seer] = View(seen[0], is_own, seen[1] == local[1])
         self._views.move_to_end(seer)
         if len(self._views) > MAX_VIEWS:
             self._views.popitem(last=False)
-        return (self.hosts, self.router) != before
+        return self._summary() != before
+
+    def _summary(self) -> tuple[list[str], Router, Router]:
+        return self.hosts, self._router_of("ip4"), self._router_of("ip6")
 
     @property
     def hosts(self) -> list[str]:
-        """The IP addresses at which others see this peer: of each family the one that most of them see."""
-        hosts: list[str] = []
-        for is_ip6 in (True, False):
-            seen = Counter(view.host for view in self._views.values() if (":" in view.host) is is_ip6)
-            hosts += [host for host, _ in seen.most_common(1)]
-        return hosts
+        """The IP addresses at which others see this peer: of each family the one that most of them see, IPv6 first."""
+        return [*self._seen_with("ip6"), *self._seen_with("ip4")]
+
+    def _seen_with(self, family: Family) -> list[str]:
+        seen = Counter(view.host for view in self._views.values() if view.family == family)
+        return [host for host, _ in seen.most_common(1)]
 
     @property
     def router(self) -> Router:
-        """What is known of the router between this machine and the others."""
-        if not self._views:
+        """What is known of the router between this machine and the others: of that for IPv4, if any sees it there."""
+        of_ip4 = self._router_of("ip4")
+        return of_ip4 if of_ip4 != "unknown" else self._router_of("ip6")
+
+    def _router_of(self, family: Family) -> Router:
+        views = [view for view in self._views.values() if view.family == family]
+        if not views:
             return "unknown"
-        outside = [view for view in self._views.values() if not view.is_own]
-        if 2 * len(outside) < len(self._views):
+        outside = [view for view in views if not view.is_own]
+        if 2 * len(outside) < len(views):
             return "none"
         num_kept = sum(view.is_port_kept for view in outside)
         return "port-preserving" if 2 * num_kept > len(outside) else "symmetric"
 
     @property
+    def known_hosts(self) -> list[str]:
+        """The IP addresses from which connections come with the port that this peer chose, IPv6 first."""
+        hosts: list[str] = []
+        if self._router_of("ip6") != "symmetric":
+            hosts += [host for host in (self.public_ip6(), *self._seen_with("ip6")) if host]
+        if self._router_of("ip4") in ("none", "port-preserving"):
+            hosts += self._seen_with("ip4")
+        return list(dict.fromkeys(hosts))
+
+    @property
     def is_known(self) -> bool:
-        """Whether this peer knows beforehand where its connections come from."""
-        return self.router in ("none", "port-preserving")
+        """Whether this peer knows beforehand where its connections come from, with IPv4 or IPv6."""
+        return bool(self.known_hosts)

@@ -3,7 +3,8 @@
 A firewall or router lets in what answers the connections of the machine behind it. If both ends connect from agreed
 ports at about the same time, each of the two connection attempts looks like the answer to the other, and TCP makes one
 connection of them (simultaneous open, RFC 9293, section 3.5). The ports can be agreed if each router keeps the port
-that a machine chose. About 70% of the pairs of homes can be connected so (arXiv:2510.27500).
+that a machine chose. About 70% of the pairs of homes can be connected so (arXiv:2510.27500). With IPv6 there is usually
+a firewall without a router that changes addresses, so both ends need only send first.
 
 =====  ===============  ================================================================================
 order  from, to         message
@@ -11,7 +12,8 @@ order  from, to         message
 1      caller, target   ``rpc.punch``, over the control connection of the two, which may be relayed: the
                         places from which the caller is going to connect
 2      target, caller   the places from which the target is going to connect
-3      both             connect: the caller at once, and the target when its answer has arrived there
+3      both             connect to all places, those with IPv6 first: the caller at once, and the target when
+                        its answer has arrived there
 4      caller, target   TLS handshake with the caller as client, its hello, and what the stream is for
 =====  ===============  ================================================================================
 
@@ -230,26 +232,32 @@ class PunchedStreams:
             raise Unavailable(f"no connection can be opened from both ends: {error}") from error
 
     def _places_from(self, port: Port) -> list[str]:
-        """Return where a connection from a port comes from: outside the router, and inside for those behind it too."""
-        hosts = [*self._outside.hosts, *sorted(own_hosts([]))]
+        """Return where a connection from a port comes from: outside the router, and inside for those behind it too.
+
+        With IPv6 both are the same.
+        """
+        hosts = self._outside.known_hosts
+        if any(":" not in host for host in hosts):
+            hosts += sorted(host for host in own_hosts([]) if ":" not in host)
         return [str(Address.of(host, port.number)) for host in dict.fromkeys(hosts)][:MAX_PLACES]
 
     def _allowed(self, remote: PeerId, texts: Sequence[str]) -> list[Address]:
-        """Return the places that this peer dials.
+        """Return the places that this peer dials, those with IPv6 first: of the families in which its own are known.
 
         Raises:
             Refused: there are none.
         """
         now = asyncio.get_running_loop().time()
         outside = self._outside.hosts
+        families = {Address.of(host, 1).protocol for host in self._outside.known_hosts}
         named: list[Address] = []
         for text in texts:
             with suppress(ManyhandsError):
                 named.append(Address.parse(text))
-        places = [place for place in named if place.protocol.startswith("ip")]
+        places = [place for place in named if place.protocol in families]
         if not any(place.host in outside for place in places):
             places = [place for place in places if may_dial_heard(place.host, place.port, outside)]
         allowed = [place for place in places if not self._rules.refusal(place.host, place.port, "", now)]
         if not allowed:
-            raise Refused(remote, "no_places", "none of the places that it names may be dialled")
-        return allowed
+            raise Refused(remote, "no_places", "none of the places that it names may be dialled from here")
+        return sorted(allowed, key=lambda place: place.protocol != "ip6")

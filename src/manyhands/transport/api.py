@@ -220,6 +220,9 @@ class Transport(Protocol):
             chunk_bytes: most bytes that are held in each direction.
         """
 
+    def public_ip6(self) -> str:
+        """Return the global IPv6 address from which this machine connects to others; empty if it has none."""
+
     def take_port(self) -> Port:
         """Reserve a free local port for :meth:`dial_from` or :meth:`accept_from`.
 

@@ -26,6 +26,9 @@ class RelayedInProcess:
 
     identity: Identity
 
+    def public_ip6(self) -> str:
+        return ""
+
     async def dial_through(self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool) -> ObjectStream:
         stream = await self._handed_over(carrier, timeout_s, b"b" if is_bulk else b"c", str(peer_id))
         if stream.remote != peer_id:

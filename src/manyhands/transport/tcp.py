@@ -79,6 +79,12 @@ INFO_BYTES = 216
 SO_MAX_PACING_RATE = 47
 """A socket option of Linux (asm-generic/socket.h); its value is in bytes per second, in 4 bytes."""
 
+IPV6_ADDR_PREFERENCES = 72  # linux/in6.h
+IPV6_PREFER_SRC_PUBLIC = 2
+
+PROBES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket looks up the route, and sends nothing."""
+
 MAX_PACING_RATE = 2**32 - 2  # bytes per second
 NO_PACING = 2**32 - 1  # the value that removes the limit
 
@@ -236,7 +242,7 @@ def _listen_with_both_families(port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
-    logger.info("this machine has no IPv6: listening with IPv4 only")
+    logger.debug("this machine has no IPv6: listening with IPv4 only")
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
@@ -247,6 +253,30 @@ def bound_addresses(sock: socket.socket) -> list[Address]:
     if sock.family == socket.AF_INET6 and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
         return [Address("ip4", "0.0.0.0", port), address]
     return [address]
+
+
+def source_host(family: socket.AddressFamily, *, lasts: bool = False) -> str:
+    """Return the IP address of this machine from which it connects to the internet; empty if there is no route.
+
+    Args:
+        lasts: of several IPv6 addresses rather one that stays than a temporary one, which is replaced each day
+            (RFC 8981). Connections come from a temporary one if the machine has any.
+    """
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            if lasts and family == socket.AF_INET6:
+                with suppress(OSError):  # not Linux
+                    sock.setsockopt(socket.IPPROTO_IPV6, IPV6_ADDR_PREFERENCES, IPV6_PREFER_SRC_PUBLIC)
+            sock.connect((PROBES[family], 9))
+            return plain_host(sock.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def public_ip6() -> str:
+    """Return the global IPv6 address from which this machine connects; empty if it has none."""
+    host = source_host(socket.AF_INET6)
+    return host if host and ipaddress.ip_address(host).is_global else ""
 
 
 def accept(sock: socket.socket) -> tuple[socket.socket, str]:

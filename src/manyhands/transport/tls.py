@@ -248,6 +248,9 @@ class TlsTransport:
             raise DialFailed(where, DialReason.NOT_MANYHANDS, "it has proven no identity")
         return stream
 
+    def public_ip6(self) -> str:
+        return tcp.public_ip6()
+
     def take_port(self) -> tcp.TcpPort:
         return tcp.TcpPort()
 

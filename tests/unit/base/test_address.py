@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
+from manyhands.base.address import Address, host_ports, parse_addresses, parse_listen_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, peer_id_from_public_key
 
@@ -248,3 +248,10 @@ def test_parse_addresses_takes_both_forms() -> None:
     address = Address.parse("localhost:80")
     assert parse_addresses(["localhost:80", address]) == [address, address]
     assert parse_addresses([]) == []
+
+
+def test_ipv6_is_shown_in_commands_only_if_there_is_nothing_else_and_with_quotes() -> None:
+    """The shell of macOS takes its brackets for a pattern, finds no file, and runs nothing."""
+    ip4, ip6 = "/ip4/203.0.113.7/tcp/31337", "/ip6/2a01:4f8::2/tcp/31337"
+    assert host_ports([ip4, ip6, "localhost:31338"]) == ["203.0.113.7:31337", "localhost:31338"]
+    assert host_ports([ip6]) == ["'[2a01:4f8::2]:31337'"]

@@ -151,15 +151,16 @@ def test_every_reason_of_a_failed_dial_back_has_its_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ok", "words"),
+    ("kind", "has_ip6", "ok", "words"),
     [
-        ("none", True, "the others see this machine at its own address, 203.0.113.7"),
-        ("port-preserving", True, "can connect directly"),
-        ("symmetric", None, "through a relay"),
-        ("unknown", None, "not tried"),
+        ("none", False, True, "the others see this machine at its own address, 203.0.113.7"),
+        ("port-preserving", False, True, "can connect directly"),
+        ("symmetric", False, None, "are reached through a relay"),
+        ("symmetric", True, None, "directly if they have IPv6, as this machine has, or else through a relay"),
+        ("unknown", False, None, "not tried"),
     ],
 )
-def test_the_kind_of_router_is_explained(kind: Router, ok: bool | None, words: str) -> None:
-    finding = findings.router(kind, [] if kind == "unknown" else ["203.0.113.7"])
+def test_the_kind_of_router_is_explained(kind: Router, has_ip6: bool, ok: bool | None, words: str) -> None:
+    finding = findings.router(kind, [] if kind == "unknown" else ["203.0.113.7"], has_ip6=has_ip6)
     assert finding.ok is ok
     assert words in finding.detail

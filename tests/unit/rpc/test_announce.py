@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
-from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, seen_from_outside
+from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, own_hosts, seen_from_outside
+from manyhands.rpc.dial_rules import may_dial_heard
+from manyhands.transport import tcp
 from tests.network import identity_of
 
 PEER = identity_of(1).peer_id
@@ -46,8 +48,8 @@ def announced_with(
     )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     monkeypatch.setattr("manyhands.rpc.announce._INTERFACES", bridges)
-    monkeypatch.setattr("manyhands.rpc.announce._PROBES", {  # nothing leads there
-        "ip4": (socket.AF_INET, "255.255.255.255"), "ip6": (socket.AF_INET6, "2001:db8::1%nowhere"),
+    monkeypatch.setattr(tcp, "PROBES", {  # nothing leads there
+        socket.AF_INET: "255.255.255.255", socket.AF_INET6: "2001:db8::1%nowhere",
     })  # fmt: skip
     bound = [Address.parse("/ip6/::/tcp/31337"), Address.parse("/ip4/0.0.0.0/tcp/31337")]
     return [address.host for address in dialable_addresses(bound)]
@@ -57,14 +59,43 @@ def test_each_network_of_this_machine_has_an_address(tmp_path: Path, monkeypatch
     (tmp_path / "docker0" / "bridge").mkdir(parents=True)
     interfaces = {
         "lo": ["127.0.0.1", "::1"],
-        "eth0": ["192.168.0.2", "fd00::2", "fd00::dead:beef", "fe80::1%eth0"],
+        "eth0": ["192.168.0.2", "2a01:4f8::2", "2a01:4f8::dead:beef", "fe80::1%eth0"],
         "docker0": ["172.17.0.1"],
         "wg0": ["10.8.0.2"],
         "eth1": ["192.168.9.2"],
         "eth2": ["169.254.1.1"],
+        "eth3": ["fd00::2", "fe80::2%eth3"],
     }
     hosts = announced_with(interfaces, {"eth1"}, tmp_path, monkeypatch)
-    assert hosts == ["fd00::2", "192.168.0.2", "10.8.0.2", "::1", "127.0.0.1"]
+    assert hosts == ["2a01:4f8::2", "192.168.0.2", "10.8.0.2", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("eth0", "announced"),
+    [
+        (["192.168.0.2", "fd00::2"], ["192.168.0.2", "127.0.0.1"]),
+        (["2a01:4f8::2"], ["2a01:4f8::2", "127.0.0.1"]),
+        (["fd00::2"], ["fd00::2", "127.0.0.1"]),
+        (["fe80::1%eth0"], ["127.0.0.1"]),
+    ],
+)
+def test_a_local_ipv6_address_is_announced_if_there_is_no_other(
+    eth0: list[str], announced: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert announced_with({"lo": ["127.0.0.1", "::1"], "eth0": eth0}, set(), tmp_path, monkeypatch) == announced
+
+
+def test_a_client_knows_its_own_hosts_of_both_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody can make it dial services of its own machine at its global IPv6 address."""
+    announced_with({"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.2", "2a01:4f8::2"]}, set(), tmp_path, monkeypatch)
+    assert own_hosts([]) == {"192.168.0.2", "2a01:4f8::2"}
+    assert not may_dial_heard("2a01:4f8::2", 22, own_hosts([]))
+
+
+@pytest.mark.parametrize("host", ["::1", "fd00::2"])
+def test_an_ipv6_address_that_the_user_has_named_is_announced(host: str) -> None:
+    bound = [Address.parse(LOOP), Address.parse(HOME), Address.of(host, 31337)]
+    assert Address.of(host, 31337) in dialable_addresses(bound)
 
 
 def test_the_address_of_one_interface_is_given_once_and_unchanged() -> None:
@@ -84,6 +115,17 @@ def test_on_the_same_machine_loopback_counts() -> None:
 def test_a_peer_that_announces_a_public_address_gets_no_guessed_one(public: str, seen_at: str) -> None:
     assert seen([public], seen_at) == [public]
     assert seen(["/ip4/192.168.0.9/tcp/443", public], seen_at) == ["/ip4/192.168.0.9/tcp/443", public]
+
+
+def test_a_peer_with_a_public_ipv6_address_gets_a_guessed_one_for_ipv4() -> None:
+    """Its router for IPv4 may forward the port, and many peers have no IPv6."""
+    ip6 = "/ip6/2a01:4f8::2/tcp/31337"
+    assert seen([HOME, ip6, LOOP], "203.0.113.7") == [ROUTER, HOME, ip6]
+    assert seen([HOME, ip6, LOOP], "2a01:4f8::dead:beef") == [HOME, ip6], "seen at a temporary address"
+
+
+def test_a_peer_that_is_seen_over_ipv6_and_announces_none_is_not_dialled_there() -> None:
+    assert seen([HOME, LOOP], "2a01:4f8::2") == [HOME]
 
 
 @pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337", "/ip4/203.0.113.7/tcp/0"])
@@ -120,7 +162,7 @@ def test_any_text_gives_addresses_of_this_peer_or_none(announced: list[str], rem
         assert address.peer_id == PEER
 
 
-@pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "::ffff:192.0.2.1"])
+@pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "fd00::3"])
 def test_a_peer_seen_over_ipv6_gets_an_address_with_that_host(host: str) -> None:
     (address, *_) = seen_from_outside(PEER, ["/ip6/fd00::2/tcp/1"], host)
     assert ipaddress.ip_address(address.host) == ipaddress.ip_address(host)

@@ -54,6 +54,9 @@ class SlowTransport:
     def close(self) -> None:
         self.inner.close()
 
+    def public_ip6(self) -> str:
+        return self.inner.public_ip6()
+
     async def dial(self, address: Address, timeout_s: float) -> ControlStream:
         await self._pass(address, timeout_s)
         return await self.inner.dial(address, timeout_s)
