@@ -287,6 +287,20 @@ def test_a_leader_that_begins_as_it_is_given_up_is_in_the_group_or_hears_that_it
         assert world["a"].took_s < ROUND_S + AT_ONCE_S, "it waits for the end of their round"
 
 
+@pytest.mark.parametrize("first", ["b", "c", "d"])
+@pytest.mark.parametrize("patience_s", [1.5, None])
+def test_a_peer_that_was_refused_a_moment_before_the_leader_begins_is_in_its_group(
+    first: str, patience_s: float | None
+) -> None:
+    """It has waited since 1.0 s, the other two since 1.2 s, and all three are patient for 1.5 s."""
+    changes = {name: {"gather_s": 1.5, "begins_s": 1.0 if name == first else 1.2} for name in "bcd"}
+    world = search(everybody("abcd", a={"begins_s": 2.65, "gather_s": patience_s}, **changes))
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), (name, world[name].reasons)
+        assert world[name].took_s < 1.5 + AT_ONCE_S / 2, "nobody waits for a second time"
+
+
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_a_peer_of_another_step_hears_where_the_run_is(name: str) -> None:
     ahead = {"position": Position(7, b"later")}
