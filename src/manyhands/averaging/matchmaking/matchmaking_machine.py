@@ -21,10 +21,10 @@ asking     another peer asks for a place                     asking     refer it
 asking     a peer calls that comes after the asked leader    asking     check whether the asked leader still answers
 leading    another peer asks for a place                     leading    note it
 leading    a called peer does not come                       leading    do not wait for it
-leading    all that are waited for are here, or the          grouped    close the group with those that came
-           patience is over
-asking,    a leader calls that has refused this peer, as     as below   its training loop has come: it counts again, as
-leading    it waited for its training loop                               if it had not refused
+leading    all that are waited for are here, the group is    grouped    close the group with those that came
+           full (in a grid), or the patience is over
+asking,    a leader calls that has refused this peer, as     as below   do not pass it over any more: its loop has come
+leading    its training loop was away
 leading    a peer calls that comes before this one in the    asking     ask it; refer all that have asked here to it
            order of leaders, or a called peer follows it
 leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
@@ -122,7 +122,6 @@ class Asked:
 
     member: Member
     patience_s: float  # how long that peer waits for this peer's own training loop
-    size: float = math.inf  # places in a group
 
 
 @dataclass(frozen=True)
@@ -287,14 +286,16 @@ class Matchmaking:
 
     Args:
         now: seconds, of any clock that does not go back; also in :meth:`on`.
+        max_group_size: places in a group of a grid; other groups have no limit.
 
     Attributes:
         leader: the peer that this one has asked, or whose group it is in; None if there is none.
         wake_at: when :class:`Looked` is due at the latest.
     """
 
-    def __init__(self, own_id: PeerId, now: float) -> None:
+    def __init__(self, own_id: PeerId, now: float, max_group_size: float = math.inf) -> None:
         self.own_id = own_id
+        self._max_group_size = max_group_size
         self.stage = Stage.IDLE
         self.leader: PeerId | None = None
         self.wake_at = math.inf
@@ -499,20 +500,23 @@ class Matchmaking:
     # others that ask
 
     def _asked(self, asked: Asked, now: float, who: Attendees) -> list[Action]:
-        peer_id, size = asked.member.peer_id, asked.size
+        peer_id = asked.member.peer_id
         if self.stage is Stage.ASKING:
             assert self.leader is not None
             return [SendOn((peer_id,), self.leader)]
         if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
             return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
-        taken = len(self._waits.keys() - {peer_id})
-        if taken + 1 >= size:  # one place is this peer's
-            return [Refuse((peer_id,), FULL, f"the group has its {size:.0f} members; try the next round")]
+        if peer_id not in self._waits and self._is_full(who):
+            reason = f"the group has its {self._max_group_size:.0f} members; try the next round"
+            return [Refuse((peer_id,), FULL, reason)]
         self._elsewhere.discard(peer_id)
         since = self._waits[peer_id].since if peer_id in self._waits else now
         self._waits[peer_id] = Wait(asked.member, since, now + asked.patience_s)
         is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
         return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
+
+    def _is_full(self, who: Attendees) -> bool:
+        return bool(who.position.group_key) and len(self._waits) + 1 >= self._max_group_size  # one place is this peer's
 
     def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
         for noted in (self._waits, self._called_at):
@@ -526,6 +530,8 @@ class Matchmaking:
             return self._wait_for_loop(now, who)
         if self.stage is not Stage.LEADING:
             return []
+        if self._is_full(who):
+            return self._close(frozenset(), frozenset(), who)
         away = self._waits.keys() | self._elsewhere | self._ahead
         members, guests = who.members - away, who.guests - away
         until = leader_waits(
