@@ -169,6 +169,21 @@ def test_the_last_place_of_a_full_group_is_the_leaders_own() -> None:
     assert world["a"].took_s < AT_ONCE_S
 
 
+@pytest.mark.parametrize("leader_s", [1.0, 1.5])
+def test_a_full_group_does_not_wait_for_peers_that_find_no_place_in_it(leader_s: float) -> None:
+    """Four are expected, and the group has three places. The leader comes first, or last of the three."""
+    in_a_row = {"position": Position(0, b"start", "3x3 0")}
+    changes = {name: in_a_row | {"begins_s": begins_s} for name, begins_s in zip("bcd", (1.1, 1.2, 1.7), strict=True)}
+    changes["a"] = in_a_row | {"begins_s": leader_s}
+    world = search(everybody("abcd", **changes), config=replace(CONFIG, max_group_size=3))
+    world.run()
+    for name in "abc":
+        assert world.members(name) == set("abc"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+    assert world.members("d") == set()
+    assert world["d"].took_s < AT_ONCE_S, "it hears that it is too late"
+
+
 @pytest.mark.parametrize("first_s", [1.0, 0.9])
 def test_a_leader_that_does_not_begin_is_waited_for_as_long_as_anybody_and_once(first_s: float) -> None:
     """a lives and answers, but takes no part. They begin within half a second, and are patient for 1.5 s."""
@@ -285,6 +300,20 @@ def test_a_leader_that_begins_as_it_is_given_up_is_in_the_group_or_hears_that_it
             assert world[name].took_s < 1.5 + AT_ONCE_S
         assert "a" in world.members("b") or any("the run is at step 1" in reason for reason in world["a"].reasons)
         assert world["a"].took_s < ROUND_S + AT_ONCE_S, "it waits for the end of their round"
+
+
+@pytest.mark.parametrize("first", ["b", "c", "d"])
+@pytest.mark.parametrize("patience_s", [1.5, None])
+def test_a_peer_that_was_refused_a_moment_before_the_leader_begins_is_in_its_group(
+    first: str, patience_s: float | None
+) -> None:
+    """It has waited since 1.0 s, the other two since 1.2 s, and all three are patient for 1.5 s."""
+    changes = {name: {"gather_s": 1.5, "begins_s": 1.0 if name == first else 1.2} for name in "bcd"}
+    world = search(everybody("abcd", a={"begins_s": 2.65, "gather_s": patience_s}, **changes))
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), (name, world[name].reasons)
+        assert world[name].took_s < 1.5 + AT_ONCE_S / 2, "nobody waits for a second time"
 
 
 @pytest.mark.parametrize("name", ["a", "c"])

@@ -10,9 +10,11 @@ from manyhands.averaging.matchmaking.matchmaking_machine import (
     BUSY,
     GONE,
     LATE,
+    LOOP_AWAY,
     Abort,
     Ask,
     Asked,
+    Call,
     Called,
     CallFailed,
     Close,
@@ -113,6 +115,27 @@ def test_a_peer_that_is_sent_to_a_leader_which_it_has_lost_leads_until_another_o
     machine.on(SentOn(B), 2.2, who)
     assert machine.stage is Stage.LEADING
     assert machine.on(Called(B), 2.3, who) == [Ask(B, P_S)]
+
+
+def test_a_leader_that_was_busy_is_asked_again_when_it_calls_but_only_once() -> None:
+    machine, who = Matchmaking(B, 0.0), seen_by(B)
+    machine.on(Due(member(B), P_S), 1.0, who)
+    machine.on(Failed(A, BUSY, "its loop is away"), 9.0, who)
+    assert machine.stage is Stage.LEADING
+    assert machine.on(Called(A), 9.1, who) == [Ask(A, P_S)]
+    machine.on(Failed(A, BUSY, "its loop is away"), 9.2, who)
+    assert machine.stage is Stage.LEADING
+    assert machine.on(Called(A), 9.3, who) == []
+
+
+def test_a_peer_whose_loop_is_away_calls_nobody_that_it_has_refused() -> None:
+    machine, who = Matchmaking(A, 0.0), seen_by(A)
+    machine.on(Asked(member(B), P_S), 1.0, who)
+    machine.on(Asked(member(C), 2 * P_S), 1.0, who)
+    machine.on(Asked(member(D), 2 * P_S), 1.0, who)
+    assert machine.on(Looked(), 1.0 + P_S, who) == [Refuse((B,), BUSY, LOOP_AWAY)]
+    assert machine.on(Looked(), 5.0 + P_S, who) == []
+    assert machine.on(Due(member(A), P_S), 6.0 + P_S, who) == [Call(B)]
 
 
 @pytest.mark.parametrize(("was_late", "share"), [(False, 1.0), (True, GUEST_SHARE)])

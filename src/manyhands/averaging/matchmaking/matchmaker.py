@@ -97,7 +97,7 @@ class Matchmaker:
         self._meeting = meeting
         self._config = config
         self._rng = rng
-        self._machine = Matchmaking(endpoint.peer_id, self._loop.time())
+        self._machine = Matchmaking(endpoint.peer_id, self._loop.time(), config.max_group_size)
         self._tasks = TaskOwner("matchmaking")
         self._found: asyncio.Future[Group] | None = None
         self._own: Member | None = None
@@ -431,10 +431,8 @@ class Matchmaker:
         answer: asyncio.Future[JoinResponse] = self._loop.create_future()
         self._waiting[remote] = answer
         self._ways[remote] = Ways(frozenset(request.punched), frozenset(request.relayed))
-        is_grid = bool(who.position.group_key)
-        size = self._config.max_group_size if is_grid else math.inf  # only groups of a grid are ever full
         try:
-            self._on(matchmaking_machine.Asked(request.member, request.patience_s, size))
+            self._on(matchmaking_machine.Asked(request.member, request.patience_s))
             return await answer
         finally:
             if self._waiting.get(remote) is answer:

@@ -10,7 +10,7 @@ state      event                                             next       actions
 idle       the step is due here, and another peer leads      asking     ask it; refer all that have asked here to it
 idle       the step is due here, and this peer leads         leading    call the others
 idle       another peer asks for a place, or calls           idle       call the training loop, and the others
-idle       a peer that asked has waited for all its time,    idle       refuse it
+idle       a peer that asked has waited for all its time,    idle       refuse it, and do not call it from here
            or half of the members have done so before
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
@@ -21,8 +21,10 @@ asking     another peer asks for a place                     asking     refer it
 asking     a peer calls that comes after the asked leader    asking     check whether the asked leader still answers
 leading    another peer asks for a place                     leading    note it
 leading    a called peer does not come                       leading    do not wait for it
-leading    all that are waited for are here, or the          grouped    close the group with those that came
-           patience is over
+leading    all that are waited for are here, the group is    grouped    close the group with those that came
+           full (in a grid), or the patience is over
+asking,    a leader calls that has refused this peer, as     as below   do not pass it over any more: its loop has come
+leading    its training loop was away
 leading    a peer calls that comes before this one in the    asking     ask it; refer all that have asked here to it
            order of leaders, or a called peer follows it
 leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
@@ -34,7 +36,8 @@ grouped    the round is over, and committed                  grouped    none, un
 grouped    the round is over, and did not commit             idle       its leader is passed over in the next attempt
 =========  ================================================  =========  ==============================================
 
-A leader that was passed over is not asked again at this position, until all have been.
+A leader that was passed over is not asked again at this position, until all have been, or until it calls after its
+training loop has come.
 
 The driver (:class:`.matchmaker.Matchmaker`) raises the events:
 
@@ -62,6 +65,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -118,7 +122,6 @@ class Asked:
 
     member: Member
     patience_s: float  # how long that peer waits for this peer's own training loop
-    size: float = math.inf  # places in a group
 
 
 @dataclass(frozen=True)
@@ -283,14 +286,16 @@ class Matchmaking:
 
     Args:
         now: seconds, of any clock that does not go back; also in :meth:`on`.
+        max_group_size: places in a group of a grid; other groups have no limit.
 
     Attributes:
         leader: the peer that this one has asked, or whose group it is in; None if there is none.
         wake_at: when :class:`Looked` is due at the latest.
     """
 
-    def __init__(self, own_id: PeerId, now: float) -> None:
+    def __init__(self, own_id: PeerId, now: float, max_group_size: float = math.inf) -> None:
         self.own_id = own_id
+        self._max_group_size = max_group_size
         self.stage = Stage.IDLE
         self.leader: PeerId | None = None
         self.wake_at = math.inf
@@ -315,6 +320,7 @@ class Matchmaking:
 
     def _begin_attempt(self) -> None:
         self._tried: set[PeerId] = set()  # leaders that gave no place
+        self._were_busy: set[PeerId] = set()  # those of them whose training loop had not come
         self._refusals: list[str] = []
         self._sent_to: set[PeerId] = set()  # leaders that this peer asks because they called, or others follow them
         self._followed: dict[PeerId, PeerId] = {}  # the leaders of others that were called
@@ -441,6 +447,7 @@ class Matchmaking:
         self._own = None
         others = tuple(self._waits)
         self._waits = {}
+        self._elsewhere.update(others)
         return [Refuse(others, code, reason)] if others else []
 
     def _sent_on(self, to: PeerId, now: float, who: Attendees) -> list[Action]:
@@ -467,6 +474,8 @@ class Matchmaking:
     def _failed(self, failed: Failed, now: float, who: Attendees) -> list[Action]:
         leader, reason = failed.leader, failed.reason
         self._tried.add(leader)
+        if failed.code == BUSY:
+            self._were_busy.add(leader)
         self._refusals.append(reason)
         if failed.code not in (GONE, OTHER_POSITION):  # these peers may still call this one
             self._passed_over.add(leader)
@@ -491,20 +500,23 @@ class Matchmaking:
     # others that ask
 
     def _asked(self, asked: Asked, now: float, who: Attendees) -> list[Action]:
-        peer_id, size = asked.member.peer_id, asked.size
+        peer_id = asked.member.peer_id
         if self.stage is Stage.ASKING:
             assert self.leader is not None
             return [SendOn((peer_id,), self.leader)]
         if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
             return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
-        taken = len(self._waits.keys() - {peer_id})
-        if taken + 1 >= size:  # one place is this peer's
-            return [Refuse((peer_id,), FULL, f"the group has its {size:.0f} members; try the next round")]
+        if peer_id not in self._waits and self._is_full(who):
+            reason = f"the group has its {self._max_group_size:.0f} members; try the next round"
+            return [Refuse((peer_id,), FULL, reason)]
         self._elsewhere.discard(peer_id)
         since = self._waits[peer_id].since if peer_id in self._waits else now
         self._waits[peer_id] = Wait(asked.member, since, now + asked.patience_s)
         is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
         return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
+
+    def _is_full(self, who: Attendees) -> bool:
+        return bool(who.position.group_key) and len(self._waits) + 1 >= self._max_group_size  # one place is this peer's
 
     def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
         for noted in (self._waits, self._called_at):
@@ -518,6 +530,8 @@ class Matchmaking:
             return self._wait_for_loop(now, who)
         if self.stage is not Stage.LEADING:
             return []
+        if self._is_full(who):
+            return self._close(frozenset(), frozenset(), who)
         away = self._waits.keys() | self._elsewhere | self._ahead
         members, guests = who.members - away, who.guests - away
         until = leader_waits(
@@ -541,12 +555,13 @@ class Matchmaking:
         self._refused |= {one for one in over if one in who.members and now >= self._waits[one].since + least_s}
         for peer_id in over:
             del self._waits[peer_id]
+        self._elsewhere.update(over)
         self.wake_at = min((wait.until for wait in self._waits.values()), default=math.inf)
-        calls = self._call_all(now, who) if half_came_at(who, self._waits) < math.inf else []
+        calls = self._call_all(now, who, self._elsewhere) if half_came_at(who, self._waits) < math.inf else []
         return [*([Refuse(over, BUSY, LOOP_AWAY)] if over else []), *calls]
 
-    def _call_all(self, now: float, who: Attendees) -> list[Action]:
-        due = sorted((who.members | who.guests) - self._waits.keys() - who.far)
+    def _call_all(self, now: float, who: Attendees, without: Collection[PeerId] = ()) -> list[Action]:
+        due = sorted((who.members | who.guests) - self._waits.keys() - who.far.union(without))
         return [call for peer_id in due for call in self._call(peer_id, now)]
 
     def _call(self, peer_id: PeerId, now: float) -> list[Action]:
@@ -588,6 +603,9 @@ class Matchmaking:
     # calls
 
     def _called(self, by: PeerId, now: float, who: Attendees) -> list[Action]:
+        if by in self._were_busy:  # its training loop has come: until then it calls no peer that it has refused
+            for noted in (self._were_busy, self._tried, self._passed_over):
+                noted.discard(by)
         if self.stage in (Stage.GROUPED, Stage.IDLE):
             if not who.heeds(by):
                 return []
