@@ -232,7 +232,8 @@ class Coordinator:
     async def _is_replaced(self) -> bool:
         """Whether the record under this peer's id is of another process: a copy, or this peer before its restart."""
         try:
-            stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
+            own_id = self._endpoint.peer_id
+            stored = (await self._dht.get(charter_key(self._charter.run_id), owners=[own_id])).get(own_id)
         except ManyhandsError as error:
             logger.debug("the records of the charter were not read: %s", error)
             return False
