@@ -60,7 +60,7 @@ class Quotas:
             "key": (*room, Reason.KEY_FULL),
             "open": (*open_room(config), Reason.KEY_FULL),
             "share": (*_room(config, SOURCE_SHARE), Reason.SOURCE_FULL),
-            "strangers": (*strangers_room(config), Reason.KEY_FULL),
+            "strangers": (*_room(config, STRANGERS_SHARE), Reason.KEY_FULL),
             "strangers' share": (*_room(config, STRANGERS_SHARE * SOURCE_SHARE), Reason.SOURCE_FULL),
             "owner": (config.max_records_per_owner, config.max_bytes_per_owner, Reason.OWNER_FULL),
             "source": (config.max_records_per_source, config.max_bytes_per_source, Reason.SOURCE_FULL),
@@ -90,11 +90,6 @@ class Quotas:
             if usage.num_records + 1 > max_records or usage.num_bytes + num_bytes > max_bytes:
                 return reason
         return None
-
-
-def strangers_room(config: DhtConfig) -> tuple[int, int]:
-    """Return how many records of strangers one key may hold if members are known, and how many bytes of them."""
-    return _room(config, STRANGERS_SHARE)
 
 
 def open_room(config: DhtConfig) -> tuple[int, int]:
