@@ -91,7 +91,7 @@ TWO_MACHINES = "6,200 records of strangers on each of two machines"
 FORGED_LEASES = "6,000 leases with forged records"
 BY_INVITATION = (FALSE_LEASES, FOREIGN_CHARTERS, STRANGERS_RECORDS, TWO_MACHINES, FORGED_LEASES)
 """Attacks on a run that the attacker has no ticket of."""
-FILL_S = 60.0
+FILL_S = 40.0
 SLOW_BYTES = 1200
 """Of a state that a slow donor sends, ten times a second."""
 
