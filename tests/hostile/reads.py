@@ -106,7 +106,7 @@ async def report(swarm: Swarm, ids: set[PeerId]) -> None:
         num_checks += 1
         verify(*arguments)
 
-    endpoint.call = counted_call  # type: ignore[method-assign]
+    endpoint.call = counted_call  # type: ignore[assignment,method-assign]
     records_module.verify = counted_verify  # type: ignore[assignment,attr-defined]
     for number in range(8):
         num_bytes = num_checks = 0
