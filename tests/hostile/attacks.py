@@ -52,12 +52,13 @@ from manyhands.averaging.state.server import (
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity
-from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
+from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.issuing import Issuer
-from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest
+from manyhands.dht.messages import STORE, FindRequest, FindResponse, StoreOutcome, StoreRequest
 from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
+from manyhands.optim.metrics import AccountRecord, metrics_key
 from manyhands.optim.run.progress import MAX_COUNT
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.state import Scalars
@@ -102,9 +103,11 @@ FALSE_MANIFESTS = "5 false manifests"
 FALSE_LEASES = "6,000 false leases"
 FOREIGN_CHARTERS = "3,600 foreign charters"
 STRANGERS_RECORDS = "6,000 records of strangers"
-BY_INVITATION = (FALSE_LEASES, FOREIGN_CHARTERS, STRANGERS_RECORDS)
+TWO_MACHINES = "6,200 records of strangers on each of two machines"
+FORGED_LEASES = "6,000 leases with forged records"
+BY_INVITATION = (FALSE_LEASES, FOREIGN_CHARTERS, STRANGERS_RECORDS, TWO_MACHINES, FORGED_LEASES)
 """Attacks on a run that the attacker has no ticket of."""
-FILL_S = 60.0
+FILL_S = 40.0
 SLOW_BYTES = 1200
 """Of a state that a slow donor sends, ten times a second."""
 
@@ -124,6 +127,7 @@ class Attacker:
         self.initial_peer = initial_peer
         self.peer = Peer(initial_peers=[initial_peer], listen=[f"/ip4/{host}/tcp/0"])
         self.charter: SignedCharter | None = None
+        self.own_manifest: RunManifest | None = None
         print("identity", self.peer.peer_id, flush=True)
 
     def begin(self) -> None:
@@ -508,21 +512,38 @@ def false(own: RunManifest) -> bytes:
     return msgspec.structs.replace(own, target_batch_size=2 * own.target_batch_size).encoded()
 
 
-def fill(make: Callable[[Attacker, Identity], tuple[str, Any]], num: int, ttl_s: float) -> Attack:
-    """In a run by invitation, a stranger fills a key at all its holders, itself too, and says that it trains."""
+def fill(
+    make: Callable[[Attacker, Identity], tuple[str, Any]],
+    num: int,
+    ttl_s: float,
+    hosts: Sequence[str] = (),
+    *,
+    is_forged: bool = False,
+) -> Attack:
+    """A stranger fills a key at all its holders, its own nodes too, and says that it trains.
+
+    Args:
+        hosts: two further nodes at each of these show so many records.
+        is_forged: the records are not signed by their owners.
+    """
 
     def attack(attacker: Attacker) -> None:
-        records = []
-        for identity in (Identity.generate() for _ in range(num)):
-            key, value = make(attacker, identity)
-            records.append(Issuer(identity, DhtConfig(), time.time).issue(key, identity.peer_id, value, ttl_s))
         print("identity", attacker.peer.peer_id, flush=True)
+        made: list[list[Record]] = []
+        for _ in hosts or [attacker.host]:
+            made.append([])
+            for identity in (Identity.generate() for _ in range(num)):
+                key, value = make(attacker, identity)
+                record = Issuer(identity, DhtConfig(), time.time).issue(key, identity.peer_id, value, ttl_s)
+                made[-1].append(msgspec.structs.replace(record, signature=bytes(64)) if is_forged else record)
+        for host, records in zip(hosts, made, strict=False):
+            for presence in attacker.more(0, [host, host]):
+                show(presence, records)
 
         async def fill_all(presence: Presence) -> None:
             holders = [contact.peer_id for contact in presence.dht.contacts()]
-            for record in records:
-                presence.dht._handlers.hold(presence.peer_id, AgedRecord(record, 0.0))
-            await asyncio.gather(*(hand_over(presence, peer_id, records) for peer_id in holders))
+            show(presence, made[0])
+            await asyncio.gather(*(hand_over(presence, peer_id, made[0]) for peer_id in holders))
 
         attacker.peer.run(fill_all(attacker.peer.presence), 2 * FILL_S, "filling a key")
 
@@ -533,6 +554,28 @@ def fill(make: Callable[[Attacker, Identity], tuple[str, Any]], num: int, ttl_s:
         attacker.forever(0.5, act)
 
     return attack
+
+
+def show(presence: Presence, records: Sequence[Record]) -> None:
+    """Have a node show these records to all readers of their key, whatever it holds, and whomever they ask for."""
+    handlers: Any = presence.dht._handlers
+    answer, key = handlers.answer, records[0].key
+    shown = sorted(records, key=lambda record: record.subkey)
+
+    def answer_with_all(remote: Any, request: FindRequest) -> FindResponse:
+        response = answer(remote, request)
+        if request.key != key or not request.wants_records:
+            return response
+        rest = [record for record in shown if record.subkey > (request.after or "")]
+        page, left = [], MAX_FOUND_BYTES
+        for record in rest[:MAX_FOUND_RECORDS]:
+            left -= record.num_bytes
+            if left < 0:
+                break
+            page.append(AgedRecord(record, 0.0))
+        return msgspec.structs.replace(response, records=page, is_responsible=True, is_more=len(page) < len(rest))
+
+    handlers.answer = answer_with_all
 
 
 async def hand_over(presence: Presence, peer_id: Any, records: Sequence[Record]) -> None:
@@ -570,6 +613,20 @@ def foreign_charter(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
 def progress_of_stranger(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
     record = attacker.record(attacker.peer.presence, ttl_s=LEASE_RECORD_TTL_S)
     return peer_key(RUN_ID, PROGRESS_KIND), msgspec.to_builtins(record, builtin_types=(bytes,))
+
+
+def false_account(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
+    """It claims the work of a large machine."""
+    account = AccountRecord(name="a stranger", step=1, samples_used=1_000_000)
+    return metrics_key(RUN_ID, AccountRecord), msgspec.to_builtins(account, builtin_types=(bytes,))
+
+
+def false_manifest(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
+    """Another one for each identity."""
+    own = attacker.manifest() if attacker.own_manifest is None else attacker.own_manifest
+    attacker.own_manifest = own
+    changed = msgspec.structs.replace(own, extra={"of": identity.peer_id})
+    return manifest_key(RUN_ID), zlib.compress(changed.encoded(), 9)
 
 
 def download_slowly(attacker: Attacker) -> None:
@@ -669,6 +726,11 @@ ATTACKS: dict[str, Attack] = {
     FALSE_LEASES: fill(false_lease, 6000, LEASE_RECORD_TTL_S),
     FOREIGN_CHARTERS: fill(foreign_charter, 3600, LEASE_RECORD_TTL_S),
     STRANGERS_RECORDS: fill(progress_of_stranger, 6000, LEASE_RECORD_TTL_S),
+    TWO_MACHINES: fill(progress_of_stranger, 6200, LEASE_RECORD_TTL_S, FURTHER_HOSTS[:2]),
+    FORGED_LEASES: fill(false_lease, 6000, LEASE_RECORD_TTL_S, is_forged=True),
+    "6,000 progress records in an open run": fill(progress_of_stranger, 6000, LEASE_RECORD_TTL_S, FURTHER_HOSTS[:1]),
+    "6,000 false accounts": fill(false_account, 6000, LEASE_RECORD_TTL_S),
+    "3,000 different manifests": fill(false_manifest, 3000, LEASE_RECORD_TTL_S),
 }
 UNSIGNED = {
     "slow downloads",

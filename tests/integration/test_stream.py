@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from aiohttp import test_utils
+from aiohttp import test_utils, web
 from yarl import URL
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert.data import fetching
+from manyhands.recipes.albert.data import fetching, serving
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of, index_url, read_index
 from manyhands.recipes.albert.data.serving import application
 from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
@@ -203,6 +204,29 @@ def test_a_server_has_the_files_of_the_index_and_nothing_else(shards: Path) -> N
                 assert (await client.get(URL(path, encoded=True))).status == 404, path
 
     asyncio.run(ask())
+
+
+def test_a_server_sends_so_many_files_at_once_to_one_address(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_ANSWERS_PER_ADDRESS", 1)
+
+    async def fetch_twice() -> None:
+        may_go_on, prepare = asyncio.Event(), web.FileResponse.prepare
+
+        async def prepare_later(self: web.FileResponse, request: web.BaseRequest) -> Any:
+            await may_go_on.wait()
+            return await prepare(self, request)
+
+        monkeypatch.setattr(web.FileResponse, "prepare", prepare_later)
+        async with test_utils.TestClient(test_utils.TestServer(application(shards))) as client:
+            both = {asyncio.ensure_future(client.get("/index.json")) for _ in range(2)}
+            (refused,), (sent,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            assert (await refused).status == 503
+            may_go_on.set()
+            assert (await sent).status == 200
+            again = await client.get("/index.json")
+            assert await again.read() == (shards / "index.json").read_bytes()
+
+    asyncio.run(fetch_twice())
 
 
 def test_a_server_that_cannot_begin_says_why(

@@ -107,7 +107,7 @@ def test_a_run_whose_owner_signed_the_settings_refuses_trainers_with_others(tmp_
 
 
 @pytest.mark.long
-def test_a_coordinator_with_a_copied_state_dir_ends(tmp_path: Path) -> None:
+def test_a_coordinator_with_a_copied_state_dir_stops_coordinating(tmp_path: Path) -> None:
     coordinator = start_coordinator(tmp_path)
     ended(tmp_path, "run", "create", "--run-id", "ours", "--coordinator", coordinator)
     with running("first-peer", "--listen", LOOPBACK) as third:
@@ -118,6 +118,5 @@ def test_a_coordinator_with_a_copied_state_dir_ends(tmp_path: Path) -> None:
             older.wait_for("manyhands invite")
             with running(*arguments, "--state-dir", "copy", folder=tmp_path) as younger:
                 older.wait_for("It began later")
-                assert younger.wait() == 2
-                assert "It began earlier" in younger.output.splitlines()[-1]
+                younger.wait_for("so this process gives no leases and publishes no bans any more")
             assert ended(tmp_path, "invite", "--state-dir", "state")

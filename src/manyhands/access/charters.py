@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -43,11 +43,11 @@ async def has_charter_records(dht: DhtNode, run_id: str) -> bool:
 
 
 async def read_charters(
-    dht: DhtNode, run_id: str, *, publishers: Container[str] = (), digest: bytes = b"", quickly: bool = False
+    dht: DhtNode, run_id: str, *, publishers: Collection[str] = (), digest: bytes = b"", quickly: bool = False
 ) -> list[Published]:
     """Return the charters of a run that certain peers publish, or those with a certain digest.
 
-    All others are skipped before their signatures are verified: strangers can publish thousands of them.
+    Without a digest no others are read: strangers can publish thousands of them.
 
     Args:
         publishers: the ids of these peers.
@@ -56,8 +56,9 @@ async def read_charters(
         Unavailable: the DHT does not answer.
     """
     published = []
-    for subkey, stored in (await _read(dht, run_id, quickly=quickly)).items():
-        if stored.owner != subkey or not (digest or subkey in publishers):
+    found = await _read(dht, run_id, quickly=quickly, owners=None if digest else publishers)
+    for subkey, stored in found.items():
+        if stored.owner != subkey:
             continue
         await asyncio.sleep(0)  # let other tasks run: there may be thousands to decode
         try:
@@ -73,6 +74,8 @@ async def read_charters(
     return published
 
 
-async def _read(dht: DhtNode, run_id: str, *, quickly: bool = False) -> dict[str, StoredValue]:
+async def _read(
+    dht: DhtNode, run_id: str, *, quickly: bool = False, owners: Collection[str] | None = None
+) -> dict[str, StoredValue]:
     dht.declare(charter_key(run_id), CHARTER_RECORDS)
-    return await dht.get(charter_key(run_id), quickly=quickly)
+    return await dht.get(charter_key(run_id), quickly=quickly, owners=owners)

@@ -86,7 +86,7 @@ class Coordinator:
         own_id = endpoint.peer_id
         self._began_at = began_at
         self._loop = asyncio.get_running_loop()
-        self._twin = Twin(own_id, self._began_at, self._loop.time())
+        self._twin = Twin(own_id, self._began_at, self._loop.time(), "gives no leases and publishes no bans any more")
         self.is_delegated = own_id in charter.coordinators
         invited = Open() if charter.is_open else Invited(charter, own_id, ledger, wall_clock)
         self._authorizer: Authorizer = authorizer or invited
@@ -107,8 +107,10 @@ class Coordinator:
         await self._tasks.close()
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if a copy of this coordinator began earlier; may be called from any thread."""
-        self._twin.check(self._loop.time())
+        """Do nothing: a copy of this coordinator stops it from coordinating, but ends no process.
+
+        Else anybody who has got the key of a coordinator could end its process, and its training, with one record.
+        """
 
     def own_lease(self) -> SignedLease:
         """Return a lease for the coordinator itself, signed by itself."""
@@ -232,7 +234,8 @@ class Coordinator:
     async def _is_replaced(self) -> bool:
         """Whether the record under this peer's id is of another process: a copy, or this peer before its restart."""
         try:
-            stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
+            own_id = self._endpoint.peer_id
+            stored = (await self._dht.get(charter_key(self._charter.run_id), owners=[own_id])).get(own_id)
         except ManyhandsError as error:
             logger.debug("the records of the charter were not read: %s", error)
             return False
@@ -240,7 +243,14 @@ class Coordinator:
             return False
         record: CharterRecord = CHARTER_RECORDS.decode(stored.raw)
         now = self._loop.time()
+        was_older = self._twin.is_older
         self._twin.seen(record.began_at, now + min(stored.remaining_s - RECORD_TTL_S, 0.0), now)
+        if self._twin.is_older and not was_older:
+            logger.error(
+                "If nobody has copied a folder, somebody else has the key of this coordinator, and can give leases and "
+                "ban peers: create a charter of run %s that names another coordinator",
+                self._charter.run_id,
+            )
         return record.began_at != self._began_at
 
     async def _publish(self) -> None:

@@ -7,7 +7,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Set
 
 import msgspec
 
@@ -41,7 +42,7 @@ from manyhands.base.errors import (
 )
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
-from manyhands.dht.records import OVERHEAD_BYTES, Record
+from manyhands.dht.records import Record
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -51,11 +52,11 @@ CALL_TIMEOUT_S = 5.0
 MAX_LEASES = 16_384
 """Leases of other peers that are kept; the one that was learned longest ago is dropped first."""
 
+MAX_LOOKED_UP = 512
+"""Peers that store records here whose leases are looked up at once."""
+
 LOOK_UP_PERIOD_S = 1.0
 """Least seconds between two lookups of unknown peers' leases, however many records others publish."""
-
-LOOK_UP_BYTES_PER_S = 1 << 18
-"""Bytes per second that all lookups of leases together may read: strangers can fill the key."""
 
 OBSERVED_KIND = "heldout"
 """Kind of the records that observers publish: held-out losses."""
@@ -97,10 +98,8 @@ class Members:
         self._leases: dict[PeerId, SignedLease] = {}
         self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
         self._met: dict[PeerId, bytes] = {}  # peer -> signature of the own lease that it has seen
-        self._refused: dict[PeerId, int] = {}  # peer -> sequence of its published lease, which is not valid
-        self._strangers: set[PeerId] = (
-            set()
-        )  # peers without a lease whose records were stored here since the last lookup
+        self._refused: OrderedDict[PeerId, int] = OrderedDict()  # peer -> sequence of its lease, which is not valid
+        self._strangers: set[PeerId] = set()  # without a lease; they have stored records here since the last lookup
         self._look_up_again_at = -math.inf  # loop time
         self._looking_up = asyncio.Lock()
         self._missed_at = -math.inf  # loop time when the last attempt to reach a coordinator failed
@@ -274,7 +273,7 @@ class Members:
 
     # records
 
-    async def only_members(self, key: str, found: dict[str, StoredValue]) -> dict[str, StoredValue]:
+    def only_members(self, key: str, found: dict[str, StoredValue]) -> dict[str, StoredValue]:
         """Filter the records of a key of this run: only those of members are returned."""
         kind = key.partition(".")[2]
         if kind in (CHARTER_KIND, LEASES_KIND):
@@ -282,25 +281,41 @@ class Members:
         if self.charter.is_open:
             return {subkey: stored for subkey, stored in found.items() if stored.owner not in self._banned}
         own_id = self._endpoint.peer_id
-        owners = {PeerId(stored.owner) for stored in found.values() if stored.owner}
-        owners -= self._banned.keys() | {own_id}
-        if self._without_lease(owners):
-            await self._look_up_leases(owners)
         return {
             subkey: stored
             for subkey, stored in found.items()
             if stored.owner and (stored.owner == own_id or self._is_believed(PeerId(stored.owner), kind))
         }
 
+    def known(self) -> Collection[str]:
+        """Return the ids of this peer, of those that may sign leases, and of those with a known lease."""
+        return _Known(self)
+
     def is_member(self, peer_id: PeerId) -> bool:
         """Whether a peer is known to be a member, or may sign leases."""
         is_trusted = peer_id == self._endpoint.peer_id or peer_id in self.charter.coordinators
         return is_trusted or self.lease_of(peer_id) is not None
 
+    def member_ids(self) -> list[PeerId]:
+        """Return the peers for which :meth:`is_member` holds."""
+        trusted = dict.fromkeys([self._endpoint.peer_id, *self.charter.coordinators])
+        return [*trusted, *(peer_id for peer_id in self._leases if peer_id not in trusted and self.is_member(peer_id))]
+
+    async def introduce(self, holder: PeerId) -> bool:
+        """Show a holder of this peer's records its lease, if the two have not met; return whether that was done."""
+        if self._own is None or self._met.get(holder) == self._own.signed.signature:
+            return False
+        try:
+            await self.meet(holder, CALL_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s was not shown the lease of this one: %s", holder, error)
+            return False
+        return True
+
     def takes(self, record: Record) -> bool:
         """Whether a record that is to be held here is a member's; a record that is a lease is learned."""
         owner = PeerId(record.owner)
-        if record.key == leases_key(self.charter.run_id):
+        if record.key == leases_key(self.charter.run_id) and owner != self._endpoint.peer_id:
             self._learn_published(owner, record.value, record.sequence)
         is_member = self.is_member(owner)
         if not is_member:
@@ -311,28 +326,43 @@ class Members:
         lease = self.lease_of(owner)
         return lease is not None and (lease.takes_part or kind == OBSERVED_KIND)
 
-    def _without_lease(self, peer_ids: set[PeerId]) -> set[PeerId]:
-        return {peer_id for peer_id in peer_ids if self.lease_of(peer_id) is None}
+    def _without_lease(self, peer_ids: Set[PeerId]) -> set[PeerId]:
+        others = peer_ids - self._banned.keys() - {self._endpoint.peer_id}
+        return {peer_id for peer_id in others if self.lease_of(peer_id) is None}
 
-    async def _look_up_leases(self, peer_ids: set[PeerId]) -> None:
-        """Learn the leases of these peers and of those that store records here, and the new ones of members.
+    async def look_up(self, peer_ids: Set[PeerId]) -> bool:
+        """Read the leases of these peers, of some that store records here, and of members whose leases end soon.
 
-        Strangers can publish thousands. Each is verified once, and other tasks run in between.
+        No others are read, however many strangers publish, and each is verified once.
+
+        Returns:
+            Whether one of these peers is known to be a member now.
         """
         loop = asyncio.get_running_loop()
         async with self._looking_up:  # what another reader looks up now may be enough
-            wanted = self._without_lease(peer_ids | self._strangers)
-            if not wanted or loop.time() < self._look_up_again_at:
-                return
-            self._look_up_again_at = loop.time() + LOOK_UP_PERIOD_S
-            published = await self._dht.get(leases_key(self.charter.run_id))
-            num_bytes = sum(len(stored.raw) + OVERHEAD_BYTES for stored in published.values())
-            self._look_up_again_at = loop.time() + max(LOOK_UP_PERIOD_S, num_bytes / LOOK_UP_BYTES_PER_S)
-            self._strangers.clear()
-            self._refused = {peer_id: number for peer_id, number in self._refused.items() if peer_id in published}
-            for peer_id in (wanted | self._leases.keys()) & published.keys():
-                self._learn_published(peer_id, published[peer_id].raw, published[peer_id].sequence)
-                await asyncio.sleep(0)
+            wanted = self._without_lease(peer_ids)
+            if wanted and loop.time() >= self._look_up_again_at:
+                await self._look_up_leases(wanted)
+                self._look_up_again_at = loop.time() + LOOK_UP_PERIOD_S
+            return any(self.lease_of(peer_id) is not None for peer_id in peer_ids)
+
+    async def _look_up_leases(self, wanted: set[PeerId]) -> None:
+        strangers = sorted(self._without_lease(self._strangers) - wanted)
+        self._strangers.clear()
+        wanted = wanted | set(self._rng.sample(strangers, min(len(strangers), MAX_LOOKED_UP))) | self._ending_soon()
+        published = await self._dht.get(leases_key(self.charter.run_id), owners=wanted)
+        for owner, stored in published.items():
+            self._learn_published(PeerId(owner), stored.raw, stored.sequence)
+            await asyncio.sleep(0)
+
+    def _ending_soon(self) -> set[PeerId]:
+        """Return members whose leases are in their second half: these have been renewed, or soon will be."""
+        now = self._wall_clock()
+        return {
+            peer_id
+            for peer_id, held in self._leases.items()
+            if now > (held.lease.issued_at + held.lease.expires_at) / 2 and peer_id not in self._banned
+        }
 
     def _learn_published(self, peer_id: PeerId, raw: bytes, sequence: int) -> None:
         if self._refused.get(peer_id) == sequence:
@@ -341,6 +371,8 @@ class Members:
             self._learn(peer_id, LEASE_RECORDS.decode(raw))
         except (msgspec.DecodeError, PeerError) as error:
             self._refused[peer_id] = sequence
+            if len(self._refused) > MAX_LEASES:
+                self._refused.popitem(last=False)
             logger.debug("ignored the lease that peer %s publishes: %s", peer_id, error)
 
     # this peer's own lease
@@ -403,7 +435,7 @@ class Members:
                 self._tell_ban()
                 self._dht.recount(self.charter.run_id)
                 if self._strangers:
-                    await self._look_up_leases(set())
+                    await self.look_up(set(self._strangers))
                 if self._is_renewal_due() and loop.time() >= tried_at + config.retry_s:
                     tried_at = loop.time()
                     await self._renew_again()
@@ -467,6 +499,22 @@ class Members:
             "coordinator of the run again (%s)",
             self.charter.run_id, max(left_h, 0.0), error,
         )  # fmt: skip
+
+
+class _Known(Collection[str]):
+    """The ids of a run's members, found when they are asked for."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def __contains__(self, peer_id: object) -> bool:
+        return isinstance(peer_id, str) and self._members.is_member(PeerId(peer_id))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members.member_ids())
+
+    def __len__(self) -> int:
+        return len(self._members.member_ids())
 
 
 def readable(texts: list[str]) -> list[Address]:

@@ -29,15 +29,17 @@ class Twin:
     Args:
         began_at: when this process began, by the wall clock; it identifies the process in its records.
         now: the same instant in loop time.
+        consequence: what becomes of the process that began later, in words for its user.
 
     Attributes:
         is_older: whether another process with this identity began earlier.
     """
 
-    def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
+    def __init__(self, own_id: PeerId, began_at: float, now: float, consequence: str = "ends") -> None:
         self._own_id = own_id
         self._began_at = began_at
         self._began = now
+        self._consequence = consequence
         self._other_began_at: float | None = None
         self._noticed = -math.inf
         self.is_older = False
@@ -71,9 +73,10 @@ class Twin:
         assert self._other_began_at is not None
         since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
         consequence = (
-            "so this process ends; give it a folder of its own (state_dir=, --state-dir, --checkpoint-dir)"
+            f"so this process {self._consequence}; give it a folder of its own (state_dir=, --state-dir, "
+            "--checkpoint-dir)"
             if self.is_older
-            else "so that process ends, and this one goes on"
+            else f"so that process {self._consequence}, and this one goes on"
         )
         which = "earlier" if self.is_older else "later"
         return (

@@ -10,6 +10,7 @@ from manyhands.base.errors import ConfigError
 MAX_CONTACTS = 64  # in one reply
 MAX_FOUND_RECORDS = 1024  # in one reply
 MAX_FOUND_BYTES = 1 << 19
+MAX_NAMED = 1024  # owners in one request
 MAX_STORED_RECORDS = 12  # in one request
 MAX_VALUE_BYTES = 1 << 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
@@ -33,7 +33,7 @@ from manyhands.dht.messages import (
 from manyhands.dht.networks import network_of
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.rate_limit import MAX_CHECKS_PER_S, RateLimit
-from manyhands.dht.records import AgedRecord, Reason, Record, topic_of
+from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
@@ -47,7 +47,7 @@ class RequestHandlers:
     """Handles ``dht.*`` requests, within limits, until :meth:`close`. In client mode it serves nothing.
 
     Args:
-        met: by topic, a function that returns whether this peer was in a round with another one.
+        known: returns the ids of the peers whose records under a key are checked in any case.
 
     Attributes:
         refusals: refused records of other peers, by reason.
@@ -61,7 +61,7 @@ class RequestHandlers:
         storage: Storage,
         holder_cache: HolderCache,
         schemas: Mapping[str, Schema],
-        met: Mapping[str, Callable[[PeerId], bool]],
+        known: Callable[[str], Collection[str]],
         wall_clock: Callable[[], float],
     ) -> None:
         self.refusals: Counter[Reason] = Counter()
@@ -71,7 +71,7 @@ class RequestHandlers:
         self._storage = storage
         self._holder_cache = holder_cache
         self._schemas = schemas
-        self._met = met
+        self._known = known
         self._wall_clock = wall_clock
         self._rate_limit = RateLimit(config)
         if not endpoint.client_mode:
@@ -101,8 +101,9 @@ class RequestHandlers:
             return FindResponse(contacts)
         is_responsible = self._holder_cache.is_own(request.key)
         if not request.wants_records:
-            return FindResponse(contacts, [], self._storage.digest(request.key, now), is_responsible)
-        page, is_more = self._storage.page(request.key, request.after, now)
+            digest = self._storage.digest(request.key, now, request.owners)
+            return FindResponse(contacts, [], digest, is_responsible)
+        page, is_more = self._storage.page(request.key, request.after, now, request.owners)
         return FindResponse(contacts, [held.aged(now) for held in page], is_responsible=is_responsible, is_more=is_more)
 
     def _knows_same(self, point: int, nearest: Nearest | None) -> bool:
@@ -120,18 +121,25 @@ class RequestHandlers:
         later_record = later.aged(now) if later is not None else None
         return StoreOutcome(reason.is_stored, reason.value, later_record, is_responsible)
 
-    def has_met(self, record: Record) -> bool:
-        """Whether this peer was in a round with the owner of a record. The signature is then checked in any case."""
-        has_met = self._met.get(topic_of(record.key))
-        return has_met is not None and has_met(PeerId(record.owner))
-
     def may_check(self, source: PeerId, records: Sequence[Record]) -> bool:
         """Count signature checks of records that a peer sent; return whether its network is within the limit."""
         now = asyncio.get_running_loop().time()
-        host = self._endpoint.host_of(source)
-        network = network_of(host) if host else self._overlay.network_of(source)
+        network = self._network_of(source)
         nums = Counter(record.key for record in records)
         return all(self._rate_limit.may_check(network, key, num, now) for key, num in nums.items())
+
+    def may_read(self, source: PeerId, key: str) -> bool:
+        """Whether the network of a holder can afford to show more records of unknown owners."""
+        return self._rate_limit.may_read(self._network_of(source), key, asyncio.get_running_loop().time())
+
+    def charge_read(self, source: PeerId, key: str, num_bytes: int) -> None:
+        """Count bytes of records of unknown owners that a holder has shown."""
+        now = asyncio.get_running_loop().time()
+        self._rate_limit.charge_read(self._network_of(source), key, num_bytes, now)
+
+    def _network_of(self, source: PeerId) -> str:
+        host = self._endpoint.host_of(source)
+        return network_of(host) if host else self._overlay.network_of(source)
 
     def note(self, reason: Reason, source: PeerId, record: Record) -> None:
         """Count an invalid or refused record of another peer."""
@@ -153,7 +161,12 @@ class RequestHandlers:
     def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._let_in(remote)
         now = asyncio.get_running_loop().time()
-        to_check = [aged.record for aged in request.records if self._is_to_be_checked(aged.record, now)]
+        known = {key: self._known(key) for key in {aged.record.key for aged in request.records}}
+        to_check = [
+            aged.record
+            for aged in request.records
+            if aged.record.owner not in known[aged.record.key] and self._is_to_be_checked(aged.record, now)
+        ]
         if not self.may_check(remote, to_check):
             raise self._too_many(f"{MAX_CHECKS_PER_S:g} changed records a second from one network")
         outcomes = [self.hold(remote, aged) for aged in request.records]
@@ -189,8 +202,8 @@ class RequestHandlers:
         return Refused(self._endpoint.peer_id, TOO_MANY_REQUESTS, f"more than {limit}")
 
     def _is_to_be_checked(self, record: Record, now: float) -> bool:
-        """Whether a record that is to be stored is a stranger's, signed, and not held yet."""
-        if not record.owner or self.has_met(record):
+        """Whether a record that is to be stored is signed, and not held yet."""
+        if not record.owner:
             return False
         held = self._storage.held(record.key, record.subkey, now)
         return held is None or held.record != record

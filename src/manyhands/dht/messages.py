@@ -4,7 +4,7 @@
 method      request                                             response
 ==========  ==================================================  ====================================================
 dht.ping    whether any peer has dialled the caller             empty
-dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
+dht.find    a point, perhaps a key, owners, where to read on    contacts nearest to the point, a page of the records
 dht.store   records with their ages                             the outcome for each
 dht.topics  a kind of keys                                      the topics that have keys of this kind
 ==========  ==================================================  ====================================================
@@ -18,13 +18,14 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS
+from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_NAMED, MAX_STORED_RECORDS
 from manyhands.dht.ids import ID_BYTES
 from manyhands.dht.records import MAX_KEY_LENGTH, MAX_SUBKEY_LENGTH, AgedRecord
 from manyhands.dht.routing import Contact
 from manyhands.rpc.method import Method
 
 MAX_TOPICS = 256
+MAX_OWNER_LENGTH = 64
 
 
 class PingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,6 +64,7 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         wants_records: False if the digest of the records is enough.
         after: return only records whose subkeys follow this one, which ended the last page.
         nearest: omit the contacts if the receiver knows the same nearest peers.
+        owners: return only the records of these owners, or the digest of them; None for all.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -71,6 +73,10 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     wants_records: bool = True
     after: Annotated[str, msgspec.Meta(max_length=MAX_SUBKEY_LENGTH)] | None = None
     nearest: Nearest | None = None
+    owners: (
+        Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_OWNER_LENGTH)]], msgspec.Meta(max_length=MAX_NAMED)]
+        | None
+    ) = None
 
 
 class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):

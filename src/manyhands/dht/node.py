@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from manyhands.base.address import Address
@@ -35,7 +35,7 @@ from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue]]]
+Filter = Callable[[str, dict[str, StoredValue]], dict[str, StoredValue]]
 """Takes a key and the values found under it; returns those that are valid."""
 
 NUM_ASKED = 16
@@ -58,10 +58,10 @@ class DhtNode:
     Attributes:
         filters: by topic, a filter that hides some records from readers; the topic of a key is the part before its
             first ``.``.
-        members: by topic, the members of a run. The records of other peers get only a small part of a key's capacity,
-            as each reader of the key has to read them too. Call :meth:`recount` when the members have changed.
-        met: by topic, a function that returns whether this peer was in a round with another one. The records of such a
-            peer are checked at once, whatever else comes from its network.
+        members: by topic, the members of a run by invitation. Records of other peers do not count, and get only a small
+            part of a key's capacity. Call :meth:`recount` when the members have changed.
+        met: by topic, a function that returns the peers that this one was in a round with, or knows as members of an
+            open run. Their records are read and checked at once, whatever else comes from their networks.
     """
 
     def __init__(
@@ -82,20 +82,30 @@ class DhtNode:
         )
         self._schemas: dict[str, Schema] = {}
         self.filters: dict[str, Filter] = {}
-        self.met: dict[str, Callable[[PeerId], bool]] = {}
+        self.met: dict[str, Callable[[], Collection[str]]] = {}
         self.members: dict[str, Membership] = {}
         self._storage = storage = Storage(config, self._schemas, self.members)
         own_id = endpoint.peer_id
         holder_cache = HolderCache(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
         handlers = RequestHandlers(
-            endpoint, config, overlay, storage, holder_cache, self._schemas, self.met, wall_clock
+            endpoint, config, overlay, storage, holder_cache, self._schemas, self._known_owners, wall_clock
         )
         self._handlers = handlers
         self._reader = Reader(
-            own_id, config, overlay, storage, holder_cache, handlers, self._schemas, self.members, rng, wall_clock
+            own_id,
+            config,
+            overlay,
+            storage,
+            holder_cache,
+            handlers,
+            self._schemas,
+            self.members,
+            self._known_owners,
+            rng,
+            wall_clock,
         )
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)
-        writer = self._writer = Writer(own_id, config, overlay, holder_cache, handlers, issuer)
+        writer = self._writer = Writer(own_id, config, overlay, holder_cache, handlers, issuer, self.members)
         self._upkeep = Upkeep(own_id, config, overlay, storage, holder_cache, handlers, writer, rng)
         self._upkeeping: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
@@ -202,7 +212,17 @@ class DhtNode:
         self._rejoin_if_lost()
         return await self._writer.store(entries)
 
-    async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
+    def _known_owners(self, key: str) -> Collection[str]:
+        """Return the ids of the peers whose records under a key are read and checked in any case."""
+        topic = topic_of(key)
+        if (members := self.members.get(topic)) is not None:
+            return members.known()
+        met = self.met.get(topic)
+        return {*self.initial_peers(), *(met() if met is not None else ())}
+
+    async def get(
+        self, key: str, *, quickly: bool = False, owners: Iterable[str] | None = None
+    ) -> dict[str, StoredValue]:
         """Return the values of a key by subkey: the latest of each that the peers nearest to the key hold.
 
         The node asks a majority of them, one for the records and the others for a digest; it then asks those with
@@ -215,14 +235,23 @@ class DhtNode:
         Args:
             quickly: ask one random holder only. It may have missed a write, so use this to read repeatedly and keep the
                 latest value seen.
+            owners: the peers whose records are wanted; no others are read, and no other signatures are checked. Without
+                it, these are the members in a run by invitation, and all peers in others, within the limits that
+                :mod:`manyhands.dht.reader` describes.
         Raises:
             ConfigError: not a key.
         """
         check_key(key)
         self._rejoin_if_lost()
-        found = (await self._reader.read(key, quickly)).values(asyncio.get_running_loop().time())
-        passing = self.filters.get(topic_of(key))
-        return found if passing is None else await passing(key, found)
+        topic = topic_of(key)
+        members = self.members.get(topic)
+        only = frozenset(owners) if owners is not None else None
+        result = await self._reader.read(key, quickly, only)
+        if result.unknown and members is not None and await members.look_up(result.unknown):
+            result = await self._reader.read(key, quickly, only)
+        found = result.values(asyncio.get_running_loop().time())
+        passing = self.filters.get(topic)
+        return found if passing is None else passing(key, found)
 
     async def get_many(self, keys: Iterable[str], *, quickly: bool = False) -> dict[str, dict[str, StoredValue]]:
         """Like :meth:`get`, for many keys: some are read concurrently, and their lookups share what they find.

@@ -223,6 +223,7 @@ class Overlay:
         on_answer: OnAnswer | None = None,
         *,
         seeds: Sequence[Contact] = (),
+        owners: Callable[[PeerId], Sequence[str] | None] = lambda _: None,
     ) -> list[Contact]:
         """Find the peers nearest to a point; for this node's own point, also some of each farther region.
 
@@ -233,6 +234,7 @@ class Overlay:
             key: also ask for the records of this key.
             on_answer: called with each peer that answers, and its answer.
             seeds: contacts to ask first; the nearest known peers by default.
+            owners: returns whose records a peer is asked for; None for all.
         Returns:
             Up to ``num`` contacts that have answered, nearest first.
         """
@@ -263,7 +265,10 @@ class Overlay:
                 if to_ask := lookup.take_next():
                     request = FindRequest(point, key, nearest=lookup.nearest_known())
                 for contact in to_ask:
-                    asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_answer))
+                    peer_id = contact.peer_id
+                    named = owners(peer_id)
+                    asked = request if named is None else msgspec.structs.replace(request, owners=list(named))
+                    asking.begin(peer_id, self._ask_on_the_way(lookup, contact, asked, on_answer))
                 if not await asking.wait():
                     logger.debug("lookup timed out after %.3g s; going on with what it found", timeout_s)
                     break

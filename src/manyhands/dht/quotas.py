@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,10 +25,16 @@ Each read of the key costs that much more. It is enough for the newcomers of a f
 
 
 class Membership(Protocol):
-    """Tells which peers are members of a run."""
+    """Tells which peers are members of a run by invitation."""
 
-    def is_member(self, peer_id: PeerId) -> bool:
-        """Whether a peer is known to be a member."""
+    def known(self) -> Collection[str]:
+        """Return the ids of the peers that are known to be members."""
+
+    async def look_up(self, peer_ids: Set[PeerId]) -> bool:
+        """Find out whether these peers are members; return whether one of them is now known to be."""
+
+    async def introduce(self, holder: PeerId) -> bool:
+        """Show a holder that this peer is a member; return whether that was done."""
 
     def takes(self, record: Record) -> bool:
         """Whether a signed record that is to be held here is a member's. The record itself may prove the membership."""
@@ -53,7 +60,7 @@ class Quotas:
             "key": (*room, Reason.KEY_FULL),
             "open": (*open_room(config), Reason.KEY_FULL),
             "share": (*_room(config, SOURCE_SHARE), Reason.SOURCE_FULL),
-            "strangers": (*strangers_room(config), Reason.KEY_FULL),
+            "strangers": (*_room(config, STRANGERS_SHARE), Reason.KEY_FULL),
             "strangers' share": (*_room(config, STRANGERS_SHARE * SOURCE_SHARE), Reason.SOURCE_FULL),
             "owner": (config.max_records_per_owner, config.max_bytes_per_owner, Reason.OWNER_FULL),
             "source": (config.max_records_per_source, config.max_bytes_per_source, Reason.SOURCE_FULL),
@@ -83,11 +90,6 @@ class Quotas:
             if usage.num_records + 1 > max_records or usage.num_bytes + num_bytes > max_bytes:
                 return reason
         return None
-
-
-def strangers_room(config: DhtConfig) -> tuple[int, int]:
-    """Return how many records of strangers one key may hold if members are known, and how many bytes of them."""
-    return _room(config, STRANGERS_SHARE)
 
 
 def open_room(config: DhtConfig) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.quotas import Membership, open_room, strangers_room
+from manyhands.dht.looked_for import LookedFor
+from manyhands.dht.quotas import open_room
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s
 from manyhands.dht.schema import Schema, examined_under
 
@@ -49,12 +50,15 @@ class ReadResult:
     """The records of one key that one reader has found. ``now`` is always the same monotonic clock.
 
     Attributes:
+        key: the key.
         found: the accepted records by subkey.
+        unknown: owners whose records were not checked, as only those of members count.
+        is_partial: some records were not read, as the network of their holder could not afford them.
 
     Args:
         checked: records that the last read of the key accepted; they are not verified again.
         schema: the declared schema of the key.
-        members: the members of the run, if they are known.
+        looked_for: the owners whose records are wanted.
     """
 
     def __init__(
@@ -63,16 +67,18 @@ class ReadResult:
         config: DhtConfig,
         checked: Mapping[str, Found] | None = None,
         schema: Schema | None = None,
-        members: Membership | None = None,
+        looked_for: LookedFor | None = None,
     ) -> None:
-        self._key = key
+        self.key = key
         self._schema = schema
         self._config = config
         self._checked = checked or {}
         self.found: dict[str, Found] = {}
-        self._members = members
+        self.unknown: set[PeerId] = set()
+        self.is_partial = False
+        self.looked_for = looked_for or LookedFor()
         self._num_shown: Counter[PeerId] = Counter()
-        self._strangers_bytes: Counter[PeerId] = Counter()
+        self._num_known_shown: Counter[PeerId] = Counter()
         self._num_bytes = 0
         self._num_open = 0  # unsigned records
         self._open_bytes = 0
@@ -97,10 +103,11 @@ class ReadResult:
                 return Reason.STALE
             more_records = 0
             more_bytes = size - before[2]
-        if len(self.found) + more_records > self._config.max_records_per_key:
-            return Reason.KEY_FULL
-        if self._num_bytes + more_bytes > self._config.max_bytes_per_key:
-            return Reason.KEY_FULL
+        if not self.looked_for.is_known(record):  # others leave room for the known ones, however many they are
+            if len(self.found) + more_records > self._config.max_records_per_key:
+                return Reason.KEY_FULL
+            if self._num_bytes + more_bytes > self._config.max_bytes_per_key:
+                return Reason.KEY_FULL
         if not record.owner:  # an earlier record of the same subkey had no owner either
             max_records, max_bytes = self._open_room
             if self._num_open + more_records > max_records or self._open_bytes + more_bytes > max_bytes:
@@ -123,7 +130,7 @@ class ReadResult:
         if known is not None and known[0] == record:
             record, _, num_bytes = known
         else:
-            if record.key != self._key:
+            if record.key != self.key:
                 return Reason.MALFORMED
             record, fault = examined_under(self._schema, record, self._config)
             if fault is not None:
@@ -141,35 +148,41 @@ class ReadResult:
         if subkey in self._checked:
             self.add(*self._checked[subkey])
 
+    def keep_unread(self, now: float) -> None:
+        """If some records were not read, add those that the last read accepted."""
+        if self.is_partial:
+            for record, expires_at, num_bytes in self._checked.values():
+                if expires_at > now and record.subkey not in self.found and self.looked_for.counts(record):
+                    self.add(record, expires_at, num_bytes)
+
+    def to_remember(self, now: float) -> dict[str, Found]:
+        """Return the records that the next read of the key need not check: those found, and those not looked for."""
+        others = {
+            subkey: one for subkey, one in self._checked.items() if one[1] > now and not self.looked_for.counts(one[0])
+        }
+        return others | self.found
+
     def note_shown(self, source: PeerId, records: Iterable[Record]) -> None:
         """Count further valid records from a holder."""
-        for record in records:
-            if self._is_strangers(record):
-                self._strangers_bytes[source] += record.num_bytes
-            else:
-                self._num_shown[source] += 1
+        counted = [record for record in records if self.looked_for.counts(record)]
+        self._num_shown[source] += len(counted)
+        self._num_known_shown[source] += sum(map(self.looked_for.is_known, counted))
 
     def forget_shown(self) -> None:
         """Reset the counts of all holders."""
         self._num_shown.clear()
-        self._strangers_bytes.clear()
+        self._num_known_shown.clear()
 
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
         """Whether each of these holders has returned most of all records; it may be about to receive the rest.
 
-        Where members are known, the records of all others do not count.
+        If not all was read, only the records of known owners count: strangers have filled the key.
         """
-        num = sum(not self._is_strangers(record) for record, _, _ in self.found.values())
-        return all(self._num_shown[holder] >= COMPLETE_SHARE * num for holder in holders)
-
-    def is_flooded_by(self, holder: PeerId) -> bool:
-        """Whether a holder has returned more records of strangers than members hold."""
-        return self._strangers_bytes[holder] > strangers_room(self._config)[1]
-
-    def _is_strangers(self, record: Record) -> bool:
-        if self._members is None:
-            return False
-        return not record.owner or not self._members.is_member(PeerId(record.owner))
+        num, shown = len(self.found), self._num_shown
+        if self.is_partial:
+            num = sum(self.looked_for.is_known(record) for record, _, _ in self.found.values())
+            shown = self._num_known_shown
+        return all(shown[holder] >= COMPLETE_SHARE * num for holder in holders)
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """Return the live values by subkey, without deleted ones."""

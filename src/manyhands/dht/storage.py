@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -98,21 +98,22 @@ class Storage:
         self.expire(now)
         return list(self._held.get(key, {}).values())
 
-    def page(self, key: str, after: str | None, now: float) -> tuple[list[Held], bool]:
+    def page(
+        self, key: str, after: str | None, now: float, owners: Sequence[str] | None = None
+    ) -> tuple[list[Held], bool]:
         """Return records of a key in the order of their subkeys, as many as fit into one reply.
 
         Args:
             after: begin after this subkey.
+            owners: only the records of these.
         Returns:
             The records, and whether more follow.
         """
         self.expire(now)
         subkeys = self._held.get(key, {})
-        if key not in self._in_order:
-            if not subkeys:
-                return [], False
-            self._in_order[key] = sorted(subkeys)
-        in_order = self._in_order[key]
+        if not subkeys:
+            return [], False
+        in_order = self._subkeys_in_order(key) if owners is None else sorted(subkeys.keys() & set(owners))
         start = 0 if after is None else bisect.bisect_right(in_order, after)
         page = [subkeys[subkey] for subkey in in_order[start : start + MAX_FOUND_RECORDS]]
         left = MAX_FOUND_BYTES
@@ -122,11 +123,23 @@ class Storage:
                 return page[:number], True
         return page, start + len(page) < len(in_order)
 
-    def digest(self, key: str, now: float) -> bytes:
-        """Return the digest of what :meth:`get` returns; see :func:`manyhands.dht.records.digest_of_records`."""
+    def _subkeys_in_order(self, key: str) -> list[str]:
+        if key not in self._in_order:
+            self._in_order[key] = sorted(self._held[key])
+        return self._in_order[key]
+
+    def digest(self, key: str, now: float, owners: Sequence[str] | None = None) -> bytes:
+        """Return the digest of what :meth:`get` returns; see :func:`manyhands.dht.records.digest_of_records`.
+
+        Args:
+            owners: only of the records of these.
+        """
         self.expire(now)
         if key not in self._held:
             return sum_of([])
+        if owners is not None:
+            held = self._held[key]
+            return sum_of(held[owner].fingerprint() for owner in held.keys() & set(owners))
         if key not in self._digests:
             self._digests[key] = sum_of(held.fingerprint() for held in self._held[key].values())
         return self._digests[key]

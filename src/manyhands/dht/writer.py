@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,17 @@ from manyhands.dht.ids import key_id
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import STORE, Nearest, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.overlay import Overlay
-from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.quotas import Membership
+from manyhands.dht.records import AgedRecord, Reason, Record, topic_of
 from manyhands.runtime.concurrently import gathered, gathered_within
 
 KEYS_AT_ONCE = 8
 """Keys of one bulk call that are looked up concurrently; later lookups use what earlier ones found."""
 
 Outcomes = dict[PeerId, StoreOutcome]
+
+NO_ROOM = (Reason.KEY_FULL.value, Reason.SOURCE_FULL.value)
+"""Codes of a holder whose room for strangers is taken."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -51,7 +55,11 @@ class _Answer:
 
 
 class Writer:
-    """Writes for one node."""
+    """Writes for one node.
+
+    Args:
+        members: by topic, the members of a run by invitation; may be extended later.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,7 @@ class Writer:
         holder_cache: HolderCache,
         handlers: RequestHandlers,
         issuer: Issuer,
+        members: Mapping[str, Membership],
     ) -> None:
         self._own_id = own_id
         self._config = config
@@ -68,6 +77,7 @@ class Writer:
         self._holder_cache = holder_cache
         self._handlers = handlers
         self._issuer = issuer
+        self._members = members
 
     async def store(self, entries: Sequence[Entry]) -> list[int]:
         """See :meth:`manyhands.dht.DhtNode.store_many`."""
@@ -178,12 +188,22 @@ class Writer:
     async def _send_all(self, peer_id: PeerId, records: Sequence[Record], nearest: Nearest | None) -> _Answer | None:
         answer = _Answer([], True)
         for batch in _batches(records):
-            response = await self.send(peer_id, [AgedRecord(record, 0.0) for record in batch], nearest)
+            aged = [AgedRecord(record, 0.0) for record in batch]
+            response = await self.send(peer_id, aged, nearest)
+            if response is not None and await self._is_member_now(peer_id, batch[0].key, response):
+                response = await self.send(peer_id, aged, nearest)
             if response is None:
                 return None
             answer.outcomes += response.outcomes
             answer.knows_same &= response.knows_same
         return answer
+
+    async def _is_member_now(self, holder: PeerId, key: str, response: StoreResponse) -> bool:
+        """Whether a holder that has no room for strangers has learnt just now that this peer is a member."""
+        members = self._members.get(topic_of(key))
+        if members is None or not any(outcome.code in NO_ROOM for outcome in response.outcomes):
+            return False
+        return await members.introduce(holder)
 
 
 def _batches(records: Iterable[Record]) -> Iterable[list[Record]]:

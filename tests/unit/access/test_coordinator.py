@@ -6,18 +6,22 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from manyhands.access import Charter, SignedCharter
 from manyhands.access.charters import read_charters
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
-from manyhands.access.messages import MAX_BANS
+from manyhands.access.messages import MAX_BANS, RECORD_TTL_S, CharterRecord, charter_key
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
+from manyhands.dht import DhtConfig
+from manyhands.dht.issuing import Issuer
 from manyhands.peer import Presence
+from tests.dht_requests import store_at
 from tests.network import PATIENCE_S, identity_of
 from tests.unit.access.world import (
     CHARTER,
@@ -267,3 +271,29 @@ def test_a_ticket_carries_charter_and_token() -> None:
     assert len(str(ticket)) <= 1000
     assert ticket.is_charted
     assert not Ticket(RUN, ADDRESSES, b"digest").is_charted
+
+
+async def test_a_leaked_key_stops_a_coordinator_but_ends_no_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("manyhands.access.coordinator.BANS_PERIOD_S", 0.01)
+    monkeypatch.setattr("manyhands.access.coordinator.TWIN_PERIOD_S", 0.0)
+    monkeypatch.setattr("manyhands.base.twin.EARLIER_LIFE_S", -60.0)
+    monkeypatch.setattr("manyhands.base.twin.STAY_S", 0.0)
+    async with new_world() as world:
+        first = await world.peer(2)
+        await first.serve_charter(CHARTER)
+        member, attacker = (await joined(world, 10))[0], await world.peer(20)
+        value = msgspec.to_builtins(CharterRecord(CHARTER.signed.encoded(), began_at=1.0), builtin_types=(bytes,))
+        issuer = Issuer(COORDINATOR, DhtConfig(), lambda: START_S + 5.0)
+        record = issuer.issue(charter_key(RUN), COORDINATOR.peer_id, value, RECORD_TTL_S)
+        for peer in (first, member):
+            await store_at(attacker.endpoint, peer.peer_id, [record])
+        async with time_limit(PATIENCE_S, "for the coordinator to stop"):
+            while not first.coordinators[RUN]._twin.is_older:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="is a copy of another one"):
+            await joined(world, 11)
+        first.check_own(RUN)
+        assert await first.dht.get(charter_key(RUN), owners=[first.peer_id])
+    assert sum("somebody else has the key of this coordinator" in record.message for record in caplog.records) == 1

@@ -1,13 +1,19 @@
-"""Limits of HTTP connections of strangers: their number, and how long they may send nothing or read nothing."""
+"""Limits of HTTP connections of strangers: their number, in all and by address, and how long they may be silent."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from manyhands.transport.admission import source_of
+
 MAX_CONNECTIONS = 1100
 """Most open connections: :data:`manyhands.monitor.web.app.MAX_STREAMS`, and room for short requests beside them."""
+MAX_CONNECTIONS_PER_ADDRESS = 256
+"""Most open connections from one public address, or one /64 of IPv6: a quarter of all. A browser has one to six. Other
+addresses have no limit of their own, as a reverse proxy makes all connections from one."""
 REQUEST_TIMEOUT_S = 10.0
 """Longest time in seconds for the head of a request, from the connection or the first byte after an answer."""
 UNREAD_TIMEOUT_S = 30.0
@@ -22,6 +28,7 @@ FULL = (
 class BoundedProtocol(H11Protocol):
     """Uvicorn's protocol, with these limits."""
 
+    _source: str | None = None
     _request_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
 
@@ -31,11 +38,19 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS or self._is_one_of_too_many():
             transport.write(FULL)
             transport.close()
             return
         self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.abort)
+
+    def _is_one_of_too_many(self) -> bool:
+        """Whether too many connections are from the public address of this one."""
+        self._source = public_source(self.client)
+        if self._source is None:
+            return False
+        sources = [getattr(other, "_source", None) for other in self.connections]
+        return sources.count(self._source) > MAX_CONNECTIONS_PER_ADDRESS
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():  # refused
@@ -69,3 +84,13 @@ class BoundedProtocol(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+
+def public_source(client: tuple[str, int] | None) -> str | None:
+    """Return the address of a client as :func:`.source_of` does; None unless it is public."""
+    try:
+        source = source_of(client[0]) if client is not None else ""
+        address = ipaddress.ip_network(source).network_address
+    except ValueError:
+        return None
+    return source if address.is_global else None

@@ -39,7 +39,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,6 +220,10 @@ class Belief:
     def has_met(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one."""
         return peer_id in self._met
+
+    def met(self) -> Collection[PeerId]:
+        """The peers that were in a committed round with this one."""
+        return self._met.keys()
 
     def recently_met(self, num: int) -> list[PeerId]:
         """The ``num`` peers met last."""

@@ -112,7 +112,7 @@ class ProgressTracker(ProgressReader):
         if self._is_started:
             return
         self._is_started = True
-        self._dht.met[self._run_id] = self.branches.belief.has_met
+        self._dht.met[self._run_id] = self._met_or_members
         self._counted_at = asyncio.get_running_loop().time()
         self.publish_soon(urgently=True)
         self._tasks.spawn(self.publish_forever(), name="publishing")
@@ -159,6 +159,10 @@ class ProgressTracker(ProgressReader):
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
+
+    def _met_or_members(self) -> frozenset[PeerId]:
+        """The peers whose records are read and checked in any case."""
+        return self.roster().members.union(self.branches.belief.met())
 
     def move(
         self,

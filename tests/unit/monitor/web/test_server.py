@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web.connections import public_source
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.server import PageServer
 from tests.machine import Machine
@@ -304,6 +305,33 @@ def test_connections_beyond_the_bound_get_503_at_once(served: Served, monkeypatc
         assert third.recv(100).startswith(b"HTTP/1.1 503 ")
     for connection in silent:
         connection.close()
+
+
+def test_one_address_has_a_part_of_the_connections(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.monitor.web.connections.MAX_CONNECTIONS_PER_ADDRESS", 1)
+    port = int(served.server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 60.0), socket.create_connection(("127.0.0.1", port), 60.0):
+        assert served.client.get("/healthz").status_code == 200, "a reverse proxy has no limit"
+    monkeypatch.setattr("manyhands.monitor.web.connections.public_source", lambda client: client[0])
+    one = socket.create_connection(("127.0.0.1", port), 60.0)
+    with one, socket.create_connection(("127.0.0.1", port), 60.0) as two:
+        assert two.recv(100).startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize(
+    ("host", "source"),
+    [
+        ("8.8.8.8", "8.8.8.8"),
+        ("2606:4700::1:2", "2606:4700::/64"),
+        ("::ffff:8.8.8.8", "8.8.8.8"),
+        ("127.0.0.1", None),
+        ("192.168.1.7", None),
+        ("a proxy", None),
+    ],
+)
+def test_public_addresses_have_a_limit_of_connections(host: str, source: str | None) -> None:
+    assert public_source((host, 1)) == source
+    assert public_source(None) is None
 
 
 def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

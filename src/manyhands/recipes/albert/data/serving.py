@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
@@ -17,6 +19,29 @@ from manyhands.recipes.albert.data.fetching import files_of, read_index
 logger = logging.getLogger(__name__)
 
 ALL_INTERFACES = ("::", "0.0.0.0")
+MAX_ANSWERS = 256
+MAX_ANSWERS_PER_ADDRESS = 64
+"""Most files that are sent at once, in all and to one address: above that a trainer is told to try again, and does. A
+trainer fetches one file at a time; many may share the address of their router."""
+
+
+class _CountedResponse(web.FileResponse):
+    """A file that counts as being sent to an address until it is sent."""
+
+    def __init__(self, path: Path, num_answers: Counter[str]) -> None:
+        super().__init__(path)
+        self._num_answers = num_answers
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send the file."""
+        address = request.remote or ""
+        self._num_answers[address] += 1
+        try:
+            return await super().prepare(request)
+        finally:
+            self._num_answers[address] -= 1
+            if not self._num_answers[address]:
+                del self._num_answers[address]
 
 
 def application(folder: Path) -> web.Application:
@@ -38,13 +63,18 @@ def application(folder: Path) -> web.Application:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder / name} is missing; manyhands data verify {folder} checks all files")
 
+    num_answers: Counter[str] = Counter()
+
     async def send(request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name not in names:
             raise web.HTTPNotFound
         part = request.headers.get("Range")
-        logger.info("%s fetches %s%s", request.remote, name, f" ({part})" if part else "")
-        return web.FileResponse(folder / name)
+        address = request.remote or ""
+        if sum(num_answers.values()) >= MAX_ANSWERS or num_answers[address] >= MAX_ANSWERS_PER_ADDRESS:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "10"})
+        logger.info("%s fetches %s%s", address, name, f" ({part})" if part else "")
+        return _CountedResponse(folder / name, num_answers)
 
     served = web.Application()
     served.router.add_get("/{name}", send)

@@ -1,0 +1,160 @@
+"""What strangers publish under a key costs its readers a limited number of bytes, and hides no known peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Set
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from manyhands.base.identity import Identity, PeerId
+from manyhands.dht import DhtNode
+from manyhands.dht.config import MAX_FOUND_BYTES
+from manyhands.dht.messages import FIND
+from manyhands.dht.rate_limit import READ_BYTES_PER_S
+from manyhands.dht.records import AgedRecord, Record, encode_value
+from manyhands.rpc.rate import BURST_S
+from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm
+from tests.unit.dht.examples import WALL_NOW
+
+KEY = "run.progress"
+STRANGERS = [Identity.from_seed(number.to_bytes(32, "little")) for number in range(1, 301)]
+LARGE = encode_value(b"x" * 24_000)
+AT_ONCE = READ_BYTES_PER_S * BURST_S
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    async with AsyncExitStack() as stack:
+        yield Swarm(stack)
+
+
+class Invited:
+    """The members of a run by invitation."""
+
+    def __init__(self, *members: str) -> None:
+        self.members = set(members)
+        self.looked_up: set[str] = set()
+
+    def known(self) -> Collection[str]:
+        return self.members
+
+    async def look_up(self, peer_ids: Set[PeerId]) -> bool:
+        self.looked_up |= peer_ids
+        return False
+
+    async def introduce(self, holder: PeerId) -> bool:
+        return False
+
+    def takes(self, record: Record) -> bool:
+        return record.owner in self.members
+
+
+def large_records(sequence: int = 1) -> list[Record]:
+    """Seven megabytes."""
+    return [
+        Record(
+            key=KEY, subkey=identity.peer_id, value=LARGE, sequence=sequence, issued_at=WALL_NOW, ttl_s=TTL_S
+        ).signed_by(identity)
+        for identity in STRANGERS
+    ]
+
+
+async def add_attacker(swarm: Swarm, host: str, records: list[Record]) -> DhtNode:
+    """A node that shows what it likes."""
+    config = replace(CONFIG, max_requests_per_s_of_peer=1e6, max_bytes_per_owner=1 << 30)
+    attacker = await swarm.add(host=host, config=config)
+    for record in records:
+        attacker._handlers.hold(swarm.endpoint_of(attacker).peer_id, AgedRecord(record, 0.0))
+    return attacker
+
+
+def count_bytes(swarm: Swarm, reader: DhtNode) -> list[int]:
+    """The bytes of the records in each answer that a node gets from now on."""
+    sizes: list[int] = []
+    endpoint = swarm.endpoint_of(reader)
+    call = endpoint.call
+
+    async def counted(peer_id: PeerId, method: Any, *rest: Any) -> Any:
+        answer = await call(peer_id, method, *rest)
+        if method is FIND:
+            sizes.append(sum(aged.record.num_bytes for aged in answer.records))
+        return answer
+
+    endpoint.call = counted  # type: ignore[method-assign]
+    return sizes
+
+
+async def read(reader: DhtNode, **options: Any) -> set[str]:
+    return set(await reader.get(KEY, **options))
+
+
+def most_bytes(began: float) -> float:
+    """Of what one network shows; a page may exceed the limit."""
+    return AT_ONCE + READ_BYTES_PER_S * (asyncio.get_running_loop().time() - began) + MAX_FOUND_BYTES
+
+
+async def add_members(swarm: Swarm, num: int = 3) -> tuple[list[DhtNode], set[str]]:
+    nodes = [await swarm.add(host=f"127.0.{number}.1") for number in range(1, num + 1)]
+    ids: set[str] = {swarm.endpoint_of(node).peer_id for node in nodes}
+    for node in nodes:
+        await node.store(KEY, "here", TTL_S, subkey=swarm.endpoint_of(node).peer_id)
+    return nodes, ids
+
+
+@pytest.mark.parametrize("is_by_invitation", [True, False])
+async def test_reads_of_a_flooded_key_are_bounded_and_show_the_known_peers(
+    swarm: Swarm, is_by_invitation: bool
+) -> None:
+    nodes, ids = await add_members(swarm)
+    for node in nodes:
+        node.met["run"] = lambda: ids
+        if is_by_invitation:
+            node.members["run"] = Invited(*ids)
+    for number in (101, 102):
+        await add_attacker(swarm, f"127.0.{number}.1", large_records())
+    sizes, began = count_bytes(swarm, nodes[0]), asyncio.get_running_loop().time()
+    for number in range(20):
+        found = await read(nodes[0], quickly=number % 2 > 0)
+        assert ids <= found
+        assert not is_by_invitation or found == ids
+    assert sum(sizes) <= 2 * most_bytes(began) + 20 * 5 * 3 * 400
+
+
+async def test_a_read_of_certain_owners_reads_no_others(swarm: Swarm) -> None:
+    nodes, ids = await add_members(swarm)
+    await add_attacker(swarm, "127.0.101.1", large_records())
+    sizes = count_bytes(swarm, nodes[0])
+    wanted = {*sorted(ids)[:2], STRANGERS[7].peer_id}
+    assert await read(nodes[0], owners=wanted) == wanted
+    assert await read(nodes[0], owners=sorted(ids)[:1]) == {*sorted(ids)[:1]}
+    assert sum(sizes) < 4 * len(LARGE)
+    assert await read(nodes[0], owners=()) == set()
+
+
+async def test_what_one_read_could_not_afford_is_read_by_later_ones(swarm: Swarm) -> None:
+    nodes, ids = await add_members(swarm, 1)
+    attacker = await add_attacker(swarm, "127.0.101.1", large_records())
+    network = nodes[0]._handlers._network_of(swarm.endpoint_of(attacker).peer_id)
+    buckets = nodes[0]._handlers._rate_limit._reads
+    found = await read(nodes[0])
+    assert len(found) < len(STRANGERS)
+    for _ in range(4):
+        buckets.charge(f"{network} {KEY}", MAX_FOUND_BYTES * 9, asyncio.get_running_loop().time())
+        assert await read(nodes[0]) == found, "nothing more is read, and nothing is forgotten"
+        buckets._paid_until.clear()  # as if it had waited
+        before = found
+        found = await read(nodes[0])
+        assert before <= found
+    assert found == ids | {identity.peer_id for identity in STRANGERS}
+
+
+async def test_the_members_of_a_run_are_asked_about_a_few_owners_of_each_page(swarm: Swarm) -> None:
+    nodes, ids = await add_members(swarm, 1)
+    await add_attacker(swarm, "127.0.101.1", large_records())
+    invited = nodes[0].members["run"] = Invited(*ids)
+    assert await read(nodes[0]) == ids
+    assert 0 < len(invited.looked_up) <= 128 * (AT_ONCE / MAX_FOUND_BYTES + 2)
