@@ -113,7 +113,6 @@ MB = 10**6
 BATCH = 8
 NUM_BATCHES = 512  # of each trainer; then again
 NUM_HELDOUT = 256
-LEARNING_RATE = 1e-3
 KEPT_SAMPLES = 512  # the parameters are written down about so often
 MARKS = [1024 * number for number in range(1, 17)]
 LOOPBACK = "127.0.0.1"
@@ -134,6 +133,7 @@ class Setting:
     model: dict[str, Any]
     paces_s: Sequence[float]
     targets: list[int]
+    learning_rate: float
     line: Line | None = None
 
 
@@ -141,12 +141,12 @@ SETTINGS = {
     None: Setting(
         {"vocab_size": 2048, "embedding_size": 64, "hidden_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "intermediate_size": 640, "seq_length": 32},
-        (0.4, 0.4, 0.8, 0.8), [256, 64],
+        (0.4, 0.4, 0.8, 0.8), [256, 64], 1e-3,
     ),
     "wan": Setting(
         {"vocab_size": 2048, "embedding_size": 128, "hidden_size": 1024, "num_hidden_layers": 1,
          "num_attention_heads": 8, "intermediate_size": 3072, "seq_length": 16},
-        (1.0,), [64], Line([100 * MB / 8], 0.05, 0.0),
+        (1.0,), [64], 1e-4, Line([100 * MB / 8], 0.05, 0.0),
     ),
 }  # fmt: skip
 
@@ -559,7 +559,7 @@ def row_of(
             for path in inputs.iterdir():
                 (folder / path.name).symlink_to(path)
             task = Task(
-                str(folder), mode, target, BATCH, LEARNING_RATE, setting.line is not None,
+                str(folder), mode, target, BATCH, setting.learning_rate, setting.line is not None,
                 keeper=options.peers - 1, kept_steps=max(1, KEPT_SAMPLES // target),
             )  # fmt: skip
             namespaces = stack.enter_context(network(setting, options.peers))
