@@ -197,6 +197,8 @@ def partial_or_failed(trainers: Sequence[Trainer], steps: Steps, lived_until: di
 def at_samples(losses: dict[int, float], steps: Steps, mark: int) -> float | None:
     """The loss after so many samples, interpolated between two steps whose loss is known; None if it is not known."""
     points = sorted((steps.used_until(number), loss) for number, loss in losses.items())
+    if (exact := dict(points).get(mark)) is not None:
+        return exact
     for (samples, loss), (more, later) in itertools.pairwise(points):
         if samples <= mark <= more and more > samples:
             return loss + (later - loss) * (mark - samples) / (more - samples)

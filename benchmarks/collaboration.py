@@ -113,7 +113,6 @@ MB = 10**6
 BATCH = 8
 NUM_BATCHES = 512  # of each trainer; then again
 NUM_HELDOUT = 256
-LEARNING_RATE = 1e-3
 KEPT_SAMPLES = 512  # the parameters are written down about so often
 MARKS = [1024 * number for number in range(1, 17)]
 LOOPBACK = "127.0.0.1"
@@ -134,6 +133,7 @@ class Setting:
     model: dict[str, Any]
     paces_s: Sequence[float]
     targets: list[int]
+    learning_rate: float
     line: Line | None = None
 
 
@@ -141,12 +141,12 @@ SETTINGS = {
     None: Setting(
         {"vocab_size": 2048, "embedding_size": 64, "hidden_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "intermediate_size": 640, "seq_length": 32},
-        (0.4, 0.4, 0.8, 0.8), [256, 64],
+        (0.4, 0.4, 0.8, 0.8), [256, 64], 1e-3,
     ),
     "wan": Setting(
         {"vocab_size": 2048, "embedding_size": 128, "hidden_size": 1024, "num_hidden_layers": 1,
          "num_attention_heads": 8, "intermediate_size": 3072, "seq_length": 16},
-        (1.0,), [64], Line([100 * MB / 8], 0.05, 0.0),
+        (1.0,), [64], 1e-4, Line([100 * MB / 8], 0.05, 0.0),
     ),
 }  # fmt: skip
 
@@ -162,6 +162,7 @@ class Durations:
 
 FULL = Durations(40.0, 30.0, 40.0)
 QUICK = Durations(16.0, 14.0, 25.0)
+WAN = Durations(60.0, 40.0, 80.0)  # a newcomer needs 12 s for the state alone; quick or not
 
 
 class RunFailed(Exception):
@@ -389,7 +390,11 @@ class Run:
             self._start(rank)
         started = min(process.started for process in self._processes)
         living = list(self._processes)
-        self._wait_until(self._have_all_contributed, START_S, "the first contribution of each trainer", living)
+        try:
+            self._wait_until(self._have_all_contributed, START_S, "the first contribution of each trainer", living)
+        except RunFailed as error:
+            ranks = [trainer.rank for trainer in self._trainers() if trainer.first_contribution() is None]
+            raise RunFailed(f"{error}; without one: {ranks}") from error
         settled = max(Steps(self._trainers()).at, default=0) + SETTLED_STEPS
         self._wait_until(
             lambda: max(Steps(self._trainers()).at, default=0) >= settled,
@@ -554,11 +559,11 @@ def row_of(
             for path in inputs.iterdir():
                 (folder / path.name).symlink_to(path)
             task = Task(
-                str(folder), mode, target, BATCH, LEARNING_RATE, setting.line is not None,
+                str(folder), mode, target, BATCH, setting.learning_rate, setting.line is not None,
                 keeper=options.peers - 1, kept_steps=max(1, KEPT_SAMPLES // target),
             )  # fmt: skip
             namespaces = stack.enter_context(network(setting, options.peers))
-            durations = QUICK if options.quick else FULL
+            durations = WAN if setting.line is not None else QUICK if options.quick else FULL
             one = Run(system, task, setting, options.peers, durations, namespaces)
             try:
                 rows.append(one.figures(counts_bytes=counts_bytes))
@@ -642,7 +647,7 @@ def main() -> None:
     parser.add_argument("--peers", type=peers_of, default=4, help="trainers at the start (default: 4)")
     parser.add_argument("--target", type=targets_of, help="several (default: 256,64; with --link wan: 64)")
     parser.add_argument("--runs", type=positive_int, help="of each row (default: 3; with --quick: 1)")
-    parser.add_argument("--quick", action="store_true", help="one short run of each row: to try the script")
+    parser.add_argument("--quick", action="store_true", help="one short run of each row (with --link wan as long)")
     parser.add_argument("--link", choices=["wan"], help="emulated slow lines; as root")
     parser.add_argument("--folder", type=empty_folder, metavar="DIR", help="keep events and logs of all runs there")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -197,6 +198,41 @@ def test_bad_arguments_are_one_line() -> None:
         assert len(command.output.splitlines()) == 1, command.output
     finally:
         command.close()
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="the benchmark counts memory and processes with /proc")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--systems", "hivemind"], "hivemind is not installed"),
+        (["--target", "4"], "a target is at least one batch"),
+        (["--peers", "2"], "at least 3"),
+        (["--link", "lan"], "'lan'"),
+    ],
+)
+def test_bad_arguments_of_the_benchmark_of_a_collaboration_are_one_line(arguments: list[str], words: str) -> None:
+    if "hivemind" in arguments and importlib.util.find_spec("hivemind") is not None:
+        pytest.skip("hivemind is installed")
+    command = Command([str(BENCHMARKS / "collaboration.py"), *arguments], module=None)
+    try:
+        assert command.wait() == USAGE
+        assert words in command.output
+        assert len(command.output.splitlines()) == 1, command.output
+    finally:
+        command.close()
+
+
+@pytest.mark.sweep
+def test_the_benchmark_of_a_collaboration_reports_its_figures(tmp_path: Path) -> None:
+    arguments = ["--systems", "manyhands", "--modes", "sync", "--target", "64", "--quick"]
+    ((result,), _) = results_of("collaboration.py", tmp_path, *arguments)
+    assert "reasons" not in result
+    assert (result["system"], result["mode"], result["target"], result["peers"]) == ("manyhands", "sync", 64, 4)
+    assert 0 < result["share_of_ideal"] <= 1
+    assert result["samples_over_target"] >= 1
+    assert result["newcomer_first_contribution_s"] > 0
+    assert result["left_after_exit"] == 0
+    assert set(result["heldout_loss_at_samples"]) >= {"1024"}
 
 
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
