@@ -14,10 +14,9 @@ from manyhands.averaging.round.exchange import Exchange
 from manyhands.base.errors import ManifestMismatch
 from manyhands.optim import local_steps
 from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps, nesterov
-from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, cut, together
 from tests.simulation.test_late_samples import BATCH_SIZE as MARKED_BATCH
-from tests.simulation.test_late_samples import Marked, chance
+from tests.simulation.test_late_samples import Marked, chance, freeze_with_waiting
 from tests.simulation.test_late_samples import start as start_marked
 from tests.sweeps import few_of
 
@@ -424,18 +423,18 @@ def test_buffers_travel_with_each_step() -> None:
 # faults
 
 
-@pytest.mark.parametrize("from_s", few_of([16.0, 18.0, 20.0, 22.0]))
-def test_a_peer_that_misses_a_round_brings_its_inner_steps_to_the_next(from_s: float) -> None:
+@pytest.mark.parametrize("num_batches", few_of([14, 1, 5, 10]))
+def test_a_peer_that_misses_a_round_brings_its_inner_steps_to_the_next(num_batches: int) -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm = Swarm(seed=41)
     marked = Marked(swarm)
     start_marked(marked, 80.0, local_steps=PLAIN)
-    swarm.world.schedule(between(from_s, from_s + 14.0).freeze("p3"))
+    freeze_with_waiting(marked, num_batches)
     swarm.run()
     counts = marked.check()
     assert sum(one.samples_dropped for one in counts.values()) == 0
     assert counts["p3"].states_loaded == 1
-    assert counts["p3"].samples_carried >= 2 * MARKED_BATCH
+    assert counts["p3"].samples_carried >= num_batches * MARKED_BATCH
     assert counts["p3"].samples_used >= 8 * MARKED_BATCH
     assert_all_agree(swarm)
 
@@ -449,7 +448,7 @@ def test_after_any_faults_no_inner_step_has_counted_twice(seed: int) -> None:
     swarm.world.schedule(*chance(seed))
     swarm.run()
     counts = marked.check().values()
-    assert sum(one.samples_carried for one in counts) > 0
+    assert all(one.samples_carried or one.samples_dropped for one in counts if one.states_loaded)
     assert sum(one.samples_dropped for one in counts) <= 0.1 * sum(one.samples_computed for one in counts)
 
 

@@ -195,7 +195,8 @@ class Statistics:
 
     Attributes:
         samples_computed: samples passed to ``step`` on this peer.
-        samples_used: those of them that are in a committed global step.
+        samples_used: those of them that are in a committed global step. Steps of a branch of the run that this peer
+            has left later, after the network was cut, stay counted.
         samples_of_all: samples of all peers in the steps that this peer made; the sum of the weights if weights are not
             numbers of samples.
         samples_dropped: samples that can count in no step; each time the log says why.
