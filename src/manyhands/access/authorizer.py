@@ -79,6 +79,8 @@ class Invited:
                 f"the invitation is for peer {invitation.peer_id}, and this one is {peer_id}; start with the "
                 "--state-dir (or --identity) of that peer, or ask for another ticket",
             )
+        if invitation.id.hex() in self._ledger.invitations.revoked:
+            raise Refused(peer_id, NOT_INVITED, "the invitation was revoked; ask for another ticket")
         if self._wall_clock() > invitation.expires_at:
             raise Refused(peer_id, NOT_INVITED, "the invitation has expired; ask for another ticket")
         if self._ledger.num_uses(invitation.id, peer_id) >= invitation.uses:
@@ -87,5 +89,5 @@ class Invited:
                 NOT_INVITED,
                 f"the invitation was for {counted(invitation.uses, 'peer')} and is used up; ask for another ticket",
             )
-        self._ledger.use(invitation.id, invitation.expires_at, peer_id)
+        self._ledger.use(invitation, peer_id)
         return invitation.role

@@ -1,7 +1,8 @@
-"""The state of a coordinator that survives a restart: used invitations, leases and bans.
+"""The state of a coordinator that survives a restart: used invitations, leases, bans and revoked invitations.
 
-The files are written by temporary file, fsync and rename. The running coordinator writes one of them and ``manyhands
-ban`` the other, so they never overwrite each other.
+The files are written by temporary file, fsync and rename. The running coordinator writes ``members.json``, ``manyhands
+ban`` writes ``bans.json``, and ``invite`` and ``run revoke-invitation`` write ``invitations.json``. So they never
+overwrite each other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from manyhands.access.charter import SignedCharter
+from manyhands.access.invitation import Invitation
 from manyhands.access.lease import Lease
 from manyhands.access.messages import MAX_BANS, MemberEntry
 from manyhands.base.errors import ConfigError
@@ -28,10 +30,11 @@ KEPT_S = 7 * 86400.0
 
 
 class Uses(msgspec.Struct):
-    """The peers that used an invitation, and when it expires."""
+    """The peers that used an invitation, when it expires, and how many may use it; 0 if an older version wrote it."""
 
     expires_at: float
     peer_ids: list[str]
+    uses: int = 0
 
 
 class HeldLease(msgspec.Struct):
@@ -54,6 +57,13 @@ class Bans(msgspec.Struct):
     banned_at: dict[str, float] = {}
 
 
+class Invitations(msgspec.Struct):
+    """The file of ``manyhands invite`` and ``run revoke-invitation``: by id, when each invitation expires."""
+
+    issued: dict[str, float] = {}
+    revoked: dict[str, float] = {}
+
+
 class CoordinatorAddresses(msgspec.Struct):
     """Addresses of the coordinator, for the tickets of ``manyhands invite``."""
 
@@ -73,6 +83,7 @@ class Ledger:
         self._folder = state_dir / FOLDER if state_dir is not None else None
         self.accounts = self._read("members.json", Accounts) or Accounts()
         self.bans = self._read("bans.json", Bans) or Bans()
+        self.invitations = self._read("invitations.json", Invitations) or Invitations()
 
     # the charter
 
@@ -113,11 +124,59 @@ class Ledger:
         uses = self.accounts.uses.get(invitation_id.hex())
         return len(set(uses.peer_ids) - {peer_id}) if uses is not None else 0
 
-    def use(self, invitation_id: bytes, expires_at: float, peer_id: PeerId) -> None:
+    def use(self, invitation: Invitation, peer_id: PeerId) -> None:
         """Count a use of an invitation; save it before the peer gets its lease."""
-        uses = self.accounts.uses.setdefault(invitation_id.hex(), Uses(expires_at, []))
+        uses = self.accounts.uses.setdefault(invitation.id.hex(), Uses(invitation.expires_at, [], invitation.uses))
         if peer_id not in uses.peer_ids:
             uses.peer_ids.append(peer_id)
+
+    def used_by(self, peer_id: str) -> dict[str, Uses]:
+        """Return the invitations that a peer has used, by id."""
+        return {key: uses for key, uses in self.accounts.uses.items() if peer_id in uses.peer_ids}
+
+    def note_issued(self, invitation: Invitation, wall_now: float) -> None:
+        """Save that an invitation was made here, so that it can be revoked by its id.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._change_invitations(wall_now)
+        self.invitations.issued[invitation.id.hex()] = invitation.expires_at
+        self._write("invitations.json", msgspec.json.encode(self.invitations))
+
+    def revoke(self, invitation_id: str, wall_now: float, expires_at: float | None = None) -> list[str]:
+        """Let no more peers in by an invitation.
+
+        Args:
+            invitation_id: in hexadecimal.
+            expires_at: of the invitation, if it is at hand; else it must have been made here, or used here.
+        Returns:
+            The peers that have used it.
+        Raises:
+            ConfigError: no such invitation is known.
+            OSError: the file cannot be written.
+        """
+        self._change_invitations(wall_now)
+        uses = self.accounts.uses.get(invitation_id)
+        if expires_at is None:
+            expires_at = uses.expires_at if uses is not None else self.invitations.issued.get(invitation_id)
+        if expires_at is None:
+            raise ConfigError(
+                f"invitation {invitation_id[:64]!r} was neither made nor used here; name the ticket itself, or an id "
+                "that manyhands invite or manyhands members has shown"
+            )
+        self.invitations.revoked[invitation_id] = expires_at
+        self._write("invitations.json", msgspec.json.encode(self.invitations))
+        return uses.peer_ids if uses is not None else []
+
+    def _change_invitations(self, wall_now: float) -> None:
+        """Read the file before a change, and drop what has expired."""
+        known = self._read("invitations.json", Invitations) or self.invitations
+        issued, revoked = (
+            {key: at for key, at in entries.items() if wall_now < at + KEPT_S}
+            for entries in (known.issued, known.revoked)
+        )
+        self.invitations = Invitations(issued, revoked)
 
     def enter(self, lease: Lease) -> None:
         """Record a lease; save it before the peer gets it."""
@@ -152,21 +211,28 @@ class Ledger:
         self._write("bans.json", msgspec.json.encode(self.bans))
 
     def read_bans(self) -> None:
-        """Read the bans that ``manyhands ban`` has added; an unreadable file leaves the known ones in place.
+        """Read the bans and revoked invitations that commands have added; an unreadable file leaves the known ones.
 
         Raises:
             ConfigError: the file cannot be read.
         """
         self.bans = self._read("bans.json", Bans) or self.bans
+        self.invitations = self._read("invitations.json", Invitations) or self.invitations
 
     def members(self) -> list[MemberEntry]:
         """Return all peers to which this coordinator has given a lease, or which it has banned."""
         held = self.accounts.members
         banned = self.bans.banned_at
+        came_by = {peer_id: key for key, uses in self.accounts.uses.items() for peer_id in uses.peer_ids}
+        nobody = HeldLease("", 0.0)
         return [
-            MemberEntry(peer_id, held[peer_id].role, held[peer_id].expires_at, peer_id in banned)
-            if peer_id in held
-            else MemberEntry(peer_id, is_banned=True)
+            MemberEntry(
+                peer_id,
+                held.get(peer_id, nobody).role,
+                held.get(peer_id, nobody).expires_at,
+                peer_id in banned,
+                came_by.get(peer_id, ""),
+            )
             for peer_id in sorted(held.keys() | banned.keys())
         ]
 

@@ -80,12 +80,14 @@ class MemberEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         expires_at: when its last lease ends, in seconds since 1970; 0 if this coordinator gave it none.
+        invitation: id of the invitation that it used here, in hexadecimal; empty if there is none.
     """
 
     peer_id: PeerIdText
     role: str = ""
     expires_at: float = 0.0
     is_banned: bool = False
+    invitation: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class ManageResponse(msgspec.Struct, frozen=True):

@@ -16,13 +16,14 @@ from cyclopts.validators import Number
 
 from manyhands.access import Invitation, Role, SignedCharter
 from manyhands.access.invitation import ID_BYTES, MAX_USES, SignedInvitation
-from manyhands.access.ledger import Ledger
+from manyhands.access.ledger import Ledger, Uses
 from manyhands.access.managing import manage
 from manyhands.access.messages import MemberEntry
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, PeerError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.identity import Identity, PeerId, public_key_of
-from manyhands.base.ticket import split_tickets
+from manyhands.base.text import counted
+from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.peer import Peer
 
@@ -153,11 +154,14 @@ def invite(
     expires_at = time.time() + expires.total_seconds()
     invitation = Invitation(charter.digest, secrets.token_bytes(ID_BYTES), uses, expires_at, counted_by, role, peer)
     token = SignedInvitation.sign(identity, invitation).signed.encoded()
+    if power.state_dir is not None:
+        ledger.note_issued(invitation, time.time())
     print_ticket(charter.run_id, addresses, charter=charter.digest, token=token)
     if role == "observer":
         print("An observer measures the run with: manyhands evaluate --initial-peers TICKET")  # noqa: T201
     else:
         print("The first trainer begins the run with: manyhands train --initial-peers TICKET")  # noqa: T201
+    print(f"Its invitation has the id {invitation.id.hex()} (manyhands run revoke-invitation).")  # noqa: T201
     if not any(address.is_public for address in addresses):
         where = "this machine" if all(address.is_loopback for address in addresses) else "this network"
         print(  # noqa: T201
@@ -194,6 +198,54 @@ def ban(
     else:
         _ask(power, identity, charter, [PeerId(peer)])
     print(f"Peer {peer} is banned from run {charter.run_id}.{later}")  # noqa: T201
+    for invitation_id, uses in ledger.used_by(peer).items():
+        _tell_how_it_came(peer, invitation_id, uses, ledger)
+
+
+def _tell_how_it_came(peer: str, invitation_id: str, uses: Uses, ledger: Ledger) -> None:
+    """Say whether a banned peer can return with another id by the ticket that it has."""
+    if uses.uses == 1:
+        print("Its ticket was for one peer, and is used up.")  # noqa: T201
+    elif invitation_id not in ledger.invitations.revoked and time.time() < uses.expires_at:
+        others = [other for other in uses.peer_ids if other != peer]
+        print(  # noqa: T201
+            f"Its ticket is for several peers ({len(others)} others have used it), so it may return with another id: "
+            f"manyhands run revoke-invitation {invitation_id}",
+            *([f"The others: {' '.join(others)}"] if others else []),
+            sep="\n",
+        )
+
+
+def revoke_invitation(
+    invitation: Annotated[str, Parameter(help="The ticket, or the id that invite and members show.")],
+    /,
+    *,
+    power: PowerOptions = PowerOptions(),
+) -> None:
+    """Let nobody else in by a ticket. Peers that have used it stay; ban those that must leave.
+
+    On the machine of the coordinator that redeems it, with its state dir:
+
+        manyhands run revoke-invitation 0123456789abcdef01234567 --state-dir first-peer
+    """
+    if power.state_dir is None:
+        raise ConfigError(
+            "an invitation is revoked where its uses are counted; give the --state-dir of that coordinator, on its "
+            "machine"
+        )
+    ledger = power.ledger()
+    charter = power.signed_charter(ledger)
+    expires_at = None
+    if Ticket.is_one(invitation):
+        try:
+            signed = SignedInvitation.from_bytes(Ticket.parse(invitation).token, charter, "the ticket").invitation
+        except PeerError as error:
+            raise ConfigError(f"the ticket has no invitation to run {charter.run_id!r}: {error}") from error
+        invitation, expires_at = signed.id.hex(), signed.expires_at
+    came = ledger.revoke(invitation, time.time(), expires_at)
+    print(f"Invitation {invitation} is revoked; {counted(len(came), 'peer')} had used it.")  # noqa: T201
+    for peer_id in came:
+        print(f"  {peer_id}{'  banned' if peer_id in ledger.bans.banned_at else ''}")  # noqa: T201
 
 
 def members(*, power: PowerOptions = PowerOptions()) -> None:
@@ -209,12 +261,13 @@ def members(*, power: PowerOptions = PowerOptions()) -> None:
 
 def described(entry: MemberEntry, wall_now: float) -> str:
     """The status of a member, for the terminal."""
+    by = f", by invitation {entry.invitation}" if entry.invitation else ""
     if entry.is_banned:
-        return "banned"
+        return f"banned{by}"
     left_h = (entry.expires_at - wall_now) / 3600
     if left_h > 0:
-        return f"{entry.role}, lease for {left_h:.1f} h more"
-    return f"{entry.role}, lease expired {-left_h:.1f} h ago"
+        return f"{entry.role}, lease for {left_h:.1f} h more{by}"
+    return f"{entry.role}, lease expired {-left_h:.1f} h ago{by}"
 
 
 def _ask(

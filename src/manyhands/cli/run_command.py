@@ -1,4 +1,4 @@
-"""``manyhands run create``: make the key and the charter of a run."""
+"""``manyhands run create``: make the key and the charter of a run; ``run revoke-invitation`` is listed here too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity, PeerId, public_key_of
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import shell_option
+from manyhands.cli.access_commands import revoke_invitation
 from manyhands.cli.run_look_up import Scout
 
-run_key = App(name="run", help="Make the key of a run: its owner decides who takes part.")
+run_key = App(name="run", help="Make the key of a run, and take invitations back: its owner decides who takes part.")
+run_key.command(revoke_invitation)
 
 
 @run_key.command

@@ -297,3 +297,20 @@ async def test_a_leaked_key_stops_a_coordinator_but_ends_no_process(
         first.check_own(RUN)
         assert await first.dht.get(charter_key(RUN), owners=[first.peer_id])
     assert sum("somebody else has the key of this coordinator" in record.message for record in caplog.records) == 1
+
+
+async def test_nobody_joins_by_a_revoked_invitation_and_who_has_joined_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.access.coordinator.BANS_PERIOD_S", 0.01)
+    async with new_world() as world:
+        first = await world.peer(2, folder=tmp_path)
+        await first.serve_charter(CHARTER)
+        (member,) = await joined(world, 10)
+        assert Ledger(tmp_path).revoke(b"an id of 12.".hex(), START_S) == [member.peer_id]
+        async with time_limit(PATIENCE_S, "for the coordinator to read it"):
+            while not first.coordinators[RUN]._ledger.invitations.revoked:
+                await asyncio.sleep(0.01)
+        with pytest.raises(ConfigError, match="the invitation was revoked; ask for another ticket"):
+            await joined(world, 11)
+        await member.members[RUN]._renew()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import manyhands
-from manyhands.access import Charter, Limits, SignedCharter
+from manyhands.access import Charter, Invitation, Limits, SignedCharter
 from manyhands.access.charter import Access
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.ledger import Ledger
@@ -333,3 +333,55 @@ def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: P
             with network.connect() as peer:
                 assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
         assert look_for(NetworkOptions(initial_peers=tuple(first.addresses)), "other", start_new=True)[1].initial_peers
+
+
+def test_an_invitation_is_revoked_by_its_id_or_its_ticket(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_coordinator(folder)
+    for number in range(2):
+        assert run(["invite", "--state-dir", "state", "--uses", "5"]) == EXIT_OK
+        said = capsys.readouterr().out
+        ticket = next(word for word in said.split() if word.startswith("mh1"))
+        invitation = SignedInvitation.from_bytes(Ticket.parse(ticket).token, SignedCharter.load("ours.charter"), "test")
+        own_id = invitation.invitation.id.hex()
+        assert f"has the id {own_id}" in said
+        named = ticket if number else own_id
+        assert run(["run", "revoke-invitation", named, "--state-dir", "state"]) == EXIT_OK
+        assert capsys.readouterr().out == f"Invitation {own_id} is revoked; 0 peers had used it.\n"
+        assert own_id in Ledger(folder / "state").invitations.revoked
+
+
+def test_what_was_never_issued_is_not_revoked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_coordinator(folder)
+    arguments = ["run", "revoke-invitation", "00" * 12]
+    assert "was neither made nor used here" in complaint([*arguments, "--state-dir", "state"], capsys)
+    by_owner = ["--key", "ours.key", "--charter", "ours.charter"]
+    assert "where its uses are counted" in complaint([*arguments, *by_owner], capsys)
+    ticket = str(Ticket("ours", parse_addresses([ADDRESS]), b"", bytes(32), b"no invitation"))
+    arguments = ["run", "revoke-invitation", ticket, "--state-dir", "state"]
+    assert "the ticket has no invitation to run 'ours'" in complaint(arguments, capsys)
+
+
+def test_a_ban_says_whether_the_peer_can_return_by_its_ticket(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = new_coordinator(folder)
+    charter = SignedCharter.load("ours.charter")
+    ledger = Ledger(folder / "state")
+    expires_at = time.time() + 3600.0
+    peers = [identity_of(number).peer_id for number in (20, 21, 22)]
+    several, single = b"for several.", b"for one only"
+    for name, uses, peer in ((several, 3, peers[0]), (several, 3, peers[1]), (single, 1, peers[2])):
+        ledger.use(Invitation(charter.digest, name, uses, expires_at, coordinator.peer_id), peer)
+    ledger.to_save(time.time())()
+    capsys.readouterr()
+    assert run(["ban", peers[2], "--state-dir", "state"]) == EXIT_OK
+    assert "was for one peer, and is used up" in capsys.readouterr().out
+    assert run(["ban", peers[0], "--state-dir", "state"]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "(1 others have used it), so it may return with another id" in said
+    assert f"manyhands run revoke-invitation {several.hex()}" in said
+    assert peers[1] in said
+    assert run(["run", "revoke-invitation", several.hex(), "--state-dir", "state"]) == EXIT_OK
+    assert f"{peers[0]}  banned\n  {peers[1]}\n" in capsys.readouterr().out
+    assert run(["ban", peers[1], "--state-dir", "state"]) == EXIT_OK
+    assert "another id" not in capsys.readouterr().out, "its ticket is revoked"
+    assert run(["members", "--state-dir", "state"]) == EXIT_OK
+    assert f"{peers[0]}  banned, by invitation {several.hex()}" in capsys.readouterr().out
