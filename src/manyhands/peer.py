@@ -228,12 +228,10 @@ class Presence:
         """Check that this peer may stay in a run.
 
         Raises:
-            ConfigError: it is banned, or it is a copy of a coordinator that began earlier.
+            ConfigError: it is banned.
         """
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
-        if (coordinator := self.coordinators.get(run_id)) is not None:
-            coordinator.check()
 
     def signed_manifests(self) -> dict[str, bytes]:
         """By run id, the fingerprint of the run manifest that the owner signed. Such a run accepts no other one."""

@@ -106,12 +106,6 @@ class Coordinator:
         self._endpoint.unhandle(self._methods.manage)
         await self._tasks.close()
 
-    def check(self) -> None:
-        """Do nothing: a copy of this coordinator stops it from coordinating, but ends no process.
-
-        Else anybody who has got the key of a coordinator could end its process, and its training, with one record.
-        """
-
     def own_lease(self) -> SignedLease:
         """Return a lease for the coordinator itself, signed by itself."""
         return self._signed(self._endpoint.peer_id, OWN_ROLE)
