@@ -84,7 +84,7 @@ def test_the_times_reach_all_parts_of_a_round(given: dict[type, dict[str, Any]])
 
 def test_progress_reaches_the_tracker(given: dict[type, dict[str, Any]]) -> None:
     with peers(2) as (peer, other):
-        make(peer, progress=OTHER_PROGRESS)
+        optimizer = make(peer, progress=OTHER_PROGRESS)  # kept: one that is garbage-collected says goodbye
         assert given[ProgressTracker]["config"] == OTHER_PROGRESS
         reader = ProgressReader(other.endpoint, other.dht, "options")
 
@@ -94,6 +94,7 @@ def test_progress_reaches_the_tracker(given: dict[type, dict[str, Any]]) -> None
             assert reader.records()[peer.peer_id].ttl_s == 12.0
 
         other.run(read(), 20.0, "reading")
+        optimizer.close()
 
 
 def test_the_target_reaches_the_tracker_and_a_lead_is_taken(given: dict[type, dict[str, Any]]) -> None:
