@@ -97,13 +97,13 @@ class Reader:
         schema = self._schemas.get(key)
         looked_for = LookedFor(self._known(key), only, topic_of(key) in self._members)
         found = ReadResult(key, self._config, self._read.get(key), schema, looked_for)
-        own = [held for held in self._storage.get(key, now) if looked_for.counts(held.record)]
-        for held in own:
-            found.add(held.record, held.expires_at, held.num_bytes)
+        for held in self._storage.get(key, now):
+            if looked_for.counts(held.record):
+                found.add(held.record, held.expires_at, held.num_bytes)
         names = looked_for.names(self._rng)
         if not await self._read_at_some(key, found, names, quickly):
             found.forget_shown()
-            found.note_shown(self._own_id, (held.record for held in own))
+            self._note_own_shown(found)
             await self._read_at_all(key, found, names)
         if self._schemas.get(key) is not schema:  # declared meanwhile
             return await self.read(key, quickly, only)
@@ -157,27 +157,38 @@ class Reader:
         compared = names if any(is_named_only[peer_id] for peer_id in (first, *others)) else None
         found.is_partial |= compared is not None and found.looked_for.only is None
         owners = self._owners_to_ask_for(first, key, found, names)
+        is_own = first == self._own_id  # its records were added already; the digest of all of them is cached
         answers = await gathered(
-            self._ask(first, key, wants_records=True, owners=owners),
+            self._ask(first, key, wants_records=not is_own, owners=compared if is_own else owners),
             *(self._ask(peer_id, key, wants_records=False, owners=compared) for peer_id in others),
         )
         if not all(answer is not None and answer.is_responsible for answer in answers):
             self._holder_cache.forget(key)
             return False
         records, *digests = (answer for answer in answers if answer is not None)
-        passed = self._merge(found, first, records.records)
-        found.note_shown(first, passed)
-        passed += await self._read_on(first, key, found, names, records, owners)
+        passed: list[Record] = []
+        if not is_own:
+            passed = self._merge(found, first, records.records)
+            found.note_shown(first, passed)
+            passed += await self._read_on(first, key, found, names, records, owners)
         if not others:
             return True
-        owned_by = None if compared is None else set(compared)
-        digest = digest_of_records(record for record in passed if owned_by is None or record.owner in owned_by)
+        if is_own:
+            self._note_own_shown(found)
+            digest = records.digest
+        else:
+            owned_by = None if compared is None else set(compared)
+            digest = digest_of_records(record for record in passed if owned_by is None or record.owner in owned_by)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         await gathered(*(self._read_whole(peer_id, key, found, names) for peer_id in differing))
         if differing and not found.are_complete([first, *differing]):
             self._holder_cache.forget(key)
             return False
         return True
+
+    def _note_own_shown(self, found: ReadResult) -> None:
+        now = asyncio.get_running_loop().time()
+        found.note_shown(self._own_id, (held.record for held in self._storage.get(found.key, now)))
 
     async def _read_whole(self, peer_id: PeerId, key: str, found: ReadResult, names: Sequence[str]) -> None:
         """Read all pages of one holder."""
