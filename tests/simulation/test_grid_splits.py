@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
+from manyhands.optim.config import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
 from tests.sweeps import few_of

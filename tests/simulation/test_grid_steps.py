@@ -15,7 +15,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.round.round_machine import Round
 from manyhands.base.errors import ManifestMismatch
-from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
+from manyhands.optim.config import PARAMETERS_EVERY
 from manyhands.optim.step.replica import Replica
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import (

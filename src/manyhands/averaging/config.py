@@ -14,6 +14,8 @@ from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
 AUTO = "auto"
+SLOW_BYTES_PER_S = 25_000_000
+"""Below this rate ``auto`` takes int8: sending a quarter of the bytes saves far more time than encoding takes."""
 SPARSE = re.compile(r"sparse(-\d+){3}-[\d.e-]+")
 """The codec of ``LocalSteps(sparse=...)``, as :attr:`manyhands.averaging.codecs.Sparse.setting` writes it."""
 CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")

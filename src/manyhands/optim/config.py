@@ -1,4 +1,4 @@
-"""How often the progress records are published and read."""
+"""How often the progress records are published and read; and numbers that ``manyhands plan`` needs without torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from manyhands.base.arguments import check_number
 from manyhands.base.errors import ConfigError
+
+PARAMETERS_EVERY = 8
+"""In a grid the parameters are averaged once in this many global steps; the update then starts from their mean."""
+MANY_STEPS = 500
+"""The number of inner steps from one average to the next that DiLoCo chose as a compromise of traffic and quality."""
 
 
 @dataclass(frozen=True, kw_only=True)

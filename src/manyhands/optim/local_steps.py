@@ -31,6 +31,7 @@ from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Accumulator, Contribution
+from manyhands.optim.config import MANY_STEPS
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 KEPT_SHARE = 0.5
 """The weight of a peer's own parameters in their mean with the new agreed ones, if it has made inner steps while the
 average was computed (arXiv:2501.18512, section 3.2)."""
-MANY_STEPS = 500
-"""The number of inner steps from one average to the next that DiLoCo chose as a compromise of traffic and quality."""
 OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
 AGREED = "agreed"

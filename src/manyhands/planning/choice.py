@@ -16,16 +16,13 @@ import math
 
 import msgspec
 
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import SLOW_BYTES_PER_S, AveragingConfig
 from manyhands.averaging.timing import FAR_RTT_S
 from manyhands.base.text import rough
+from manyhands.optim.config import MANY_STEPS
 from manyhands.planning.measured import Constants
-from manyhands.planning.model import LITTLE, Run, Step, all_steps, averaging_s_of, predict, rounded_up
+from manyhands.planning.model import BITS, LITTLE, MEGA, Run, Step, all_steps, averaging_s_of, predict, rounded_up
 
-SLOW_MBIT = 200
-"""Below it ``codec="auto"`` takes int8: ``SLOW_BYTES_PER_S`` of :mod:`manyhands.averaging.matchmaking.admission`."""
-MANY_STEPS = 500
-"""As in :mod:`manyhands.optim.local_steps`, which needs torch."""
 TIME_TO_SPARE = 2
 """A round gets so many times the time that it should take: if most lines are too slow, it ends after half of its
 time."""
@@ -72,7 +69,7 @@ def plan_of(run: Run, constants: Constants) -> Plan:
 
 def _auto_of(run: Run) -> str:
     """The codec that ``auto`` takes in this run."""
-    return "int8" if run.mbit < SLOW_MBIT or run.rtt_ms > 1e3 * FAR_RTT_S else "none"
+    return "int8" if run.mbit * MEGA / BITS < SLOW_BYTES_PER_S or run.rtt_ms > 1e3 * FAR_RTT_S else "none"
 
 
 def _chosen(run: Run, steps: list[Step]) -> Step:

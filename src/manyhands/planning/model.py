@@ -55,6 +55,7 @@ from manyhands.averaging.config import CODEC_NAMES, AveragingConfig
 from manyhands.averaging.grid.seats import layout_for
 from manyhands.base.arguments import check_number, whole
 from manyhands.base.errors import ConfigError
+from manyhands.optim.config import PARAMETERS_EVERY
 from manyhands.planning.measured import Constants
 
 Steps = Literal["synchronous", "delayed", "local"]
@@ -65,8 +66,6 @@ CODECS_OF: dict[Steps, tuple[str, ...]] = {
     "delayed": CODEC_NAMES,
     "local": (*CODEC_NAMES, SPARSE),
 }
-PARAMETERS_EVERY = 8
-"""As in :mod:`manyhands.optim.run.step_rounds`, which needs torch."""
 LITTLE = 0.1
 """Averaging should take less than this share of the time."""
 LARGEST = 1e15

@@ -10,9 +10,8 @@ from hypothesis import given
 
 import manyhands
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.admission import SLOW_BYTES_PER_S, chosen_codec
-from manyhands.optim import local_steps
-from manyhands.planning.choice import MANY_STEPS, SLOW_MBIT, Choice, plan_of
+from manyhands.averaging.matchmaking.admission import chosen_codec
+from manyhands.planning.choice import Choice, plan_of
 from manyhands.planning.model import Run
 from tests.unit.planning.test_model import CONSTANTS, RUN, runs
 
@@ -73,8 +72,6 @@ def test_a_round_that_takes_long_gets_the_time() -> None:
 
 
 def test_the_codec_of_auto_is_the_one_that_the_engine_takes() -> None:
-    assert SLOW_MBIT * 1e6 / 8 == SLOW_BYTES_PER_S
-    assert MANY_STEPS == local_steps.MANY_STEPS
     for mbit, rtt_ms in ((100, 1), (100, 50), (1000, 1), (1000, 50)):
         codec = chosen_codec("auto", [round(mbit * 1e6 / 8)], [rtt_ms / 1e3])
         assert choice(mbit=mbit, rtt_ms=rtt_ms, target_batch_size=10**6).codec == codec.name

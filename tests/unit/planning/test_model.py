@@ -15,12 +15,10 @@ from manyhands.averaging.codecs.plan import Gathered, codec_named, plan_of
 from manyhands.averaging.codecs.sparse import Sparse
 from manyhands.averaging.grid.seats import layout_for
 from manyhands.base.errors import ConfigError
-from manyhands.optim.run import step_rounds
 from manyhands.planning.measured import PATH, Constants, Measured, measured_constants
 from manyhands.planning.model import (
     CODECS_OF,
     LITTLE,
-    PARAMETERS_EVERY,
     SPARSE,
     Run,
     all_steps,
@@ -86,7 +84,6 @@ def test_a_grid_has_a_round_for_each_axis_and_parameters_in_every_eighth_step() 
     waits_s = 2 * (0.25 + 4 * 0.05)
     line_s = 8 * bytes_of_step(run, CONSTANTS, "int8") / 50e6
     assert averaging_s_of(run, CONSTANTS, "int8") == pytest.approx(waits_s + line_s + 0.2)
-    assert PARAMETERS_EVERY == step_rounds.PARAMETERS_EVERY
 
 
 def test_averaging_takes_the_line_or_the_processor_whichever_is_slower() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
-from manyhands.averaging.config import AUTO
+from manyhands.averaging.config import AUTO, SLOW_BYTES_PER_S
 from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.averaging.matchmaking.matchmaking_machine import (
     BARRED,
@@ -23,9 +23,6 @@ from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import FAR_RTT_S
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-
-SLOW_BYTES_PER_S = 25_000_000
-"""Below this rate, sending a quarter of the bytes saves far more time than encoding takes."""
 
 
 class Ways(NamedTuple):

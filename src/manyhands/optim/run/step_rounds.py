@@ -29,6 +29,7 @@ from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, Rou
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.config import PARAMETERS_EVERY
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
@@ -37,8 +38,6 @@ from manyhands.optim.state.catching_up import MissedStep, StepKeeper, fetch_step
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS_EVERY = 8
-"""In a grid the parameters are averaged once in this many global steps; the update then starts from their mean."""
 MAX_HOLDERS = 4
 """The largest number of peers that are asked for a step that this peer lacks."""
 LEAVING = "this peer leaves the run"
