@@ -15,7 +15,7 @@ from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.health import Health
 from manyhands.optim.options import Options
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.run_machine import Decision
+from manyhands.optim.run.run_machine import Decide, Decision
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.catching_up import MissedStep
@@ -172,14 +172,14 @@ class BlockingRunClient:
         except Timeout as error:
             logger.warning("%s; going on with the next batch", error)
 
-    def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
+    def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decide:
         """Report what this peer has accumulated; returns what to do next."""
         collaboration = self._collaboration
         if not collaboration.is_lull(self._peer.time()):
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             with self._going_on():
                 return self._run(deciding, "deciding", STALL_S + self._averaging.matchmaking_time_s)
-        return Decision.ACCUMULATE
+        return Decide(Decision.ACCUMULATE)
 
     def rest(self, seconds: float) -> None:
         """Sleep for so many seconds, or until a step becomes due."""
@@ -211,10 +211,9 @@ class BlockingRunClient:
         except (RoundAborted, Unavailable) as error:
             step.error = clear_tracebacks(error)
 
-    def leave_to_background(self, step: GlobalStep, *, when_due: bool = False) -> None:
-        """Have the network thread make a step, in the background; at once, or when it is due."""
+    def leave_to_background(self, step: GlobalStep, within_s: float) -> None:
+        """Have the network thread make a step, in the background; see :meth:`.GlobalStep.begin_in_background`."""
         self._report_at = self._peer.time() + LOOK_S
-        within_s = self._collaboration.due_within_s if when_due else 0.0
         self._call("beginning a step", step.begin_in_background, self._collaboration, within_s, timeout_s=MINUTE_S)
 
     def moved(self, step: GlobalStep) -> None:

@@ -41,7 +41,7 @@ from manyhands.optim.options import (
 from manyhands.optim.rest_of_model import facts_of_rest, warn_of_rest
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
-from manyhands.optim.run.run_machine import Decision
+from manyhands.optim.run.run_machine import Decide, Decision
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
@@ -453,7 +453,8 @@ class Optimizer(OptimizerWrapper):
 
     # global steps
 
-    def _act_on(self, decision: Decision) -> None:
+    def _act_on(self, decide: Decide) -> None:
+        decision = decide.decision
         if decision is Decision.LOAD_STATE and self._replay():
             return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
@@ -462,15 +463,15 @@ class Optimizer(OptimizerWrapper):
             has_had_enough = self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE
             self._make_step(is_alone=has_had_enough and self._samples.waiting > 0)
         elif decision is Decision.AVERAGE_WHEN_DUE:
-            self._make_step(is_alone=False, when_due=True)
+            self._make_step(is_alone=False, within_s=decide.within_s)
         elif decision is Decision.GO_ALONE:
             self._make_step(is_alone=True)
 
-    def _make_step(self, *, is_alone: bool, when_due: bool = False) -> None:
+    def _make_step(self, *, is_alone: bool, within_s: float = 0.0) -> None:
         """Make a global step, or begin it in the background. After an error or an interrupt it is concluded, too.
 
         Args:
-            when_due: the target is not reached yet, and the step waits for that, in the background.
+            within_s: the target is not reached yet: the step waits so long for that, in the background.
         """
         if not is_alone:
             logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
@@ -485,7 +486,7 @@ class Optimizer(OptimizerWrapper):
             elif not self._averages_in_background:
                 self._client.average(step)
             if step.error is None and (step.outcome is None or self._options.delay is not None):
-                self._client.leave_to_background(step, when_due=when_due)
+                self._client.leave_to_background(step, within_s)
                 return
             if step.error is None:
                 with uninterrupted():  # parameters, statistics and position move together

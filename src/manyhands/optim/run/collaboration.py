@@ -81,7 +81,6 @@ class Collaboration:
         self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
         self._machine = RunMachine(self.averaging)
-        self.due_within_s = 0.0  # how long the step of the last decision may wait until it is due
         self.tasks = TaskOwner("collaboration")
         self.run_id = self.manifest.run_id
 
@@ -294,7 +293,7 @@ class Collaboration:
 
     async def decide(
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
-    ) -> Decision:
+    ) -> run_machine.Decide:
         """Report what this peer has accumulated; returns what to do next.
 
         :mod:`.run_machine` decides. This method carries out its actions, such as reading records or asking peers.
@@ -318,13 +317,12 @@ class Collaboration:
             is_there = False
             for action in actions:
                 match action:
-                    case run_machine.Decide(decision, within_s):
-                        self.due_within_s = within_s
-                        if decision is Decision.RELOAD:
+                    case run_machine.Decide():
+                        if action.decision is Decision.RELOAD:
                             # something on this machine changes parameters between steps: replayed steps would differ
                             self.local.can_replay = False
                             self._drift.tries_reload()
-                        return decision
+                        return action
                     case run_machine.Fail(reason):
                         raise Unavailable(reason)
                     case run_machine.Look(timeout_s):
