@@ -160,14 +160,11 @@ class HeardDials:
 
     Args:
         own_hosts: as for :func:`may_dial_heard`; may grow.
-        per_host, in_all: rates of failed dials.
     """
 
-    def __init__(
-        self, own_hosts: set[str] | None = None, per_host: Rate = PER_HOST, in_all: Rate = HEARD_IN_ALL
-    ) -> None:
+    def __init__(self, own_hosts: set[str] | None = None) -> None:
         self.own_hosts: set[str] = set() if own_hosts is None else own_hosts
-        self._allowance = Allowance(per_host, in_all)
+        self._allowance = Allowance(PER_HOST, HEARD_IN_ALL)
 
     def refusal(self, host: str, port: int, sayer: str, now: float) -> str:
         """Count a dial; return why it is not allowed, or an empty string.
