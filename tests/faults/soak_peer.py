@@ -181,7 +181,7 @@ class Soaked:
     def _talk(self) -> None:
         """Say how it is, each second, and do what is told meanwhile."""
         process = psutil.Process()
-        with contextlib.suppress(OSError, EOFError):  # the other end is gone
+        with contextlib.suppress(OSError, EOFError):
             while True:
                 facts = self._facts
                 facts.at, facts.step = time.monotonic(), self._optimizer.global_step
@@ -195,6 +195,7 @@ class Soaked:
                 until = time.monotonic() + SAY_S
                 while self._pipe.poll(max(until - time.monotonic(), 0.0)):
                     self._obey(self._pipe.recv())
+        os._exit(1)  # the process that started this one is gone, however it ended
 
     def _num_tasks(self) -> int:
         async def count() -> int:
