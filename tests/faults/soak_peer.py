@@ -130,17 +130,14 @@ class Soaked:
     def __init__(self, pipe: Connection, initial_peers: Sequence[str]) -> None:
         self._pipe = pipe
         self._command = Command()
-        self._transport: SlowableTransport | None = None
+        self._is_training = False
+        threading.Thread(target=self._talk, daemon=True).start()
         torch.manual_seed(0)
         self._model = torch.nn.Linear(WIDTH, WIDTH)
         defaults: Any = Presence.__init__.__kwdefaults__
         defaults["wall_clock"] = lambda: time.time() + self._command.wrong_s
 
-        def transport_of(identity: Identity) -> SlowableTransport:
-            self._transport = SlowableTransport(identity)
-            return self._transport
-
-        with patch.object(peer_module, "TlsTransport", transport_of):
+        with patch.object(peer_module, "TlsTransport", self._new_transport):
             self._peer = manyhands.Peer(initial_peers=initial_peers, listen=LISTEN, must_join=False)
         self._optimizer = manyhands.Optimizer(
             adam(self._model), peer=self._peer, run_id=RUN_ID, target_batch_size=TARGET,
@@ -149,9 +146,14 @@ class Soaked:
         self._facts = Facts(self._peer.addresses)
         self._digests: deque[tuple[int, str]] = deque(maxlen=NUM_DIGESTS)
 
+    def _new_transport(self, identity: Identity) -> SlowableTransport:
+        self._transport = SlowableTransport(identity)
+        return self._transport
+
     def train(self) -> None:
         """Until this process is interrupted."""
-        threading.Thread(target=self._talk, daemon=True).start()
+        self._is_training = True
+        self._obey(self._command)  # it may have come while this peer joined
         generator = torch.Generator().manual_seed(os.getpid())
         optimizer, facts = self._optimizer, self._facts
         try:
@@ -179,23 +181,28 @@ class Soaked:
             self._peer.close()
 
     def _talk(self) -> None:
-        """Say how it is, each second, and do what is told meanwhile."""
-        process = psutil.Process()
+        """Say how it is, each second, and do what is told meanwhile; end when the process that started it is gone."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                facts = self._facts
-                facts.at, facts.step = time.monotonic(), self._optimizer.global_step
-                facts.digests = dict(self._digests)
-                facts.counts = dataclasses.asdict(self._optimizer.statistics)
-                facts.waiting = self._optimizer.samples_accumulated
-                facts.num_tasks = self._num_tasks()
-                facts.num_files, facts.num_threads = process.num_fds(), threading.active_count()
-                facts.memory_mb = memory_mb()
-                self._pipe.send(facts)
+                if self._is_training:
+                    self._pipe.send(self._facts_now())
                 until = time.monotonic() + SAY_S
                 while self._pipe.poll(max(until - time.monotonic(), 0.0)):
-                    self._obey(self._pipe.recv())
-        os._exit(1)  # the process that started this one is gone, however it ended
+                    self._command = self._pipe.recv()
+                    if self._is_training:
+                        self._obey(self._command)
+        os._exit(1)
+
+    def _facts_now(self) -> Facts:
+        facts, process = self._facts, psutil.Process()
+        facts.at, facts.step = time.monotonic(), self._optimizer.global_step
+        facts.digests = dict(self._digests)
+        facts.counts = dataclasses.asdict(self._optimizer.statistics)
+        facts.waiting = self._optimizer.samples_accumulated
+        facts.num_tasks = self._num_tasks()
+        facts.num_files, facts.num_threads = process.num_fds(), threading.active_count()
+        facts.memory_mb = memory_mb()
+        return facts
 
     def _num_tasks(self) -> int:
         async def count() -> int:
@@ -207,12 +214,8 @@ class Soaked:
             return self._facts.num_tasks
 
     def _obey(self, command: Command) -> None:
-        self._command = command
-        transport = self._transport
-        assert transport is not None
-
         async def slow_down() -> None:
-            transport.slow_down(command.bytes_per_s)
+            self._transport.slow_down(command.bytes_per_s)
 
         with contextlib.suppress(manyhands.ManyhandsError):
             self._peer.run(slow_down(), SAY_S, "slowing down")
