@@ -19,10 +19,7 @@ _is_over = threading.Event()
 
 
 def begin_loading() -> None:
-    """Begin to import :data:`TRAINING`, once all that can be wrong without a network has been checked.
-
-    The kernels of the codecs follow, beside the reading of the data: loading them takes a second, too.
-    """
+    """Begin to import :data:`TRAINING`, once all that can be wrong without a network has been checked."""
     global _loading
     if _loading is None:
         _loading = threading.Thread(target=_load, name="loading PyTorch", daemon=True)
@@ -45,9 +42,3 @@ def _load() -> None:
             importlib.import_module(TRAINING)
     finally:
         _is_over.set()
-    with suppress(ImportError):
-        from manyhands.averaging.codecs import prepare_kernels
-        from manyhands.averaging.codecs.kernels import MIN_NUMEL
-        from manyhands.averaging.config import AUTO
-
-        prepare_kernels(MIN_NUMEL, AUTO)  # nearly all runs use them

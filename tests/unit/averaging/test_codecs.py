@@ -51,7 +51,6 @@ def who_works(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(kernels, "_modules", {})
         if request.param == "compiled":
             kernels.prepare(kernels.MIN_NUMEL, "auto")
-            patch.setattr(kernels, "MIN_NUMEL", 1)
         yield
 
 

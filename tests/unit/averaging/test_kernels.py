@@ -34,7 +34,7 @@ ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large
 @pytest.fixture(autouse=True)
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
-    kernels.prepare(NUMEL, "auto")
+    kernels.prepare(kernels.MIN_NUMEL, "auto")
 
 
 def values(scale: float = 1.0, numel: int = NUMEL) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str)
     assert f'INLINED = "{digest}"' in (folder / f"{codec}.py").read_text()
 
 
-def test_short_vectors_are_encoded_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_of_small_models_are_encoded_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
     kernels.prepare(kernels.MIN_NUMEL - 1, "int8")
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
@@ -84,7 +84,7 @@ def test_a_codec_without_kernels_compiles_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "_modules", {})
     monkeypatch.setattr(kernels, "_load", lambda codec: pytest.fail(f"{codec} is loaded"))
     for codec in ("none", "bf16", "int4"):
-        kernels.prepare(NUMEL, codec)
+        kernels.prepare(kernels.MIN_NUMEL, codec)
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
 
 

@@ -23,8 +23,9 @@ from manyhands.averaging.timing import LOG_S
 
 logger = logging.getLogger(__name__)
 
-MIN_NUMEL = 1 << 14
-"""Fewer values are not worth preparing for."""
+MIN_NUMEL = 1 << 22
+"""With fewer values the kernels save at most 7 to 15 ms of CPU in a round, and Numba would cost each process a second
+at its start and 90 MB for good (docs/adr/0050)."""
 
 CODECS = ("int8", "fp16")
 
