@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from manyhands.base.identity import Identity, PeerId
+from manyhands.base.rate import BURST_S
 from manyhands.dht import DhtNode
 from manyhands.dht.config import MAX_FOUND_BYTES
 from manyhands.dht.messages import FIND
 from manyhands.dht.rate_limit import READ_BYTES_PER_S
 from manyhands.dht.records import AgedRecord, Record, encode_value
-from manyhands.rpc.rate import BURST_S
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm
 from tests.unit.dht.examples import WALL_NOW
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from manyhands.base.identity import Identity
+from manyhands.base.rate import BURST_S
 from manyhands.dht import DhtNode, Reason, rate_limit
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.rate_limit import MAX_CHECKS_PER_S
 from manyhands.dht.records import AgedRecord, Record
-from manyhands.rpc.rate import BURST_S
 from tests.dht_requests import store_at
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
 from tests.unit.dht.examples import WALL_NOW

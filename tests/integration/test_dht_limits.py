@@ -12,6 +12,7 @@ import pytest
 
 from manyhands.base.errors import ConfigError, Refused
 from manyhands.base.identity import Identity
+from manyhands.base.rate import BURST_S
 from manyhands.dht import DhtConfig, Entry, Reason, Schema
 from manyhands.dht.messages import (
     FIND,
@@ -24,7 +25,6 @@ from manyhands.dht.messages import (
     StoreRequest,
 )
 from manyhands.dht.records import AgedRecord
-from manyhands.rpc.rate import BURST_S
 from tests.integration.dht_swarm import TTL_S, Swarm, values
 from tests.unit.dht.examples import open_record, owned_record
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import Buckets
 from manyhands.dht.config import MAX_FOUND_BYTES, DhtConfig
-from manyhands.rpc.rate import Buckets
 
 FORGED_COSTS = 10
 """Requests that one forged record counts as: verifying it is expensive, making one up is not."""

@@ -19,6 +19,7 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import Buckets
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
@@ -26,7 +27,6 @@ from manyhands.optim.metrics import MAX_LISTS_BYTES, MAX_NAME
 from manyhands.peer import Presence
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
-from manyhands.rpc.rate import Buckets
 
 CALL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 600.0

@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
+from manyhands.base.rate import Buckets
 from manyhands.rpc.calling import Calls
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.frames import (
@@ -31,7 +32,6 @@ from manyhands.rpc.frames import (
     send_frame,
 )
 from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
-from manyhands.rpc.rate import Buckets
 from manyhands.rpc.serving import Served, Serving
 from manyhands.rpc.ways import DIRECT, Way
 from manyhands.runtime.tasks import TaskOwner

@@ -18,6 +18,7 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import Buckets
 from manyhands.rpc.address_book import AddressBook, AddressSource
 from manyhands.rpc.announce import (
     ANNOUNCE,
@@ -43,7 +44,6 @@ from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.punched_streams import PUNCH, PunchedStreams
-from manyhands.rpc.rate import Buckets
 from manyhands.rpc.relayed_streams import RELAY, RELAYED, RelayedStreams
 from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
 from manyhands.rpc.streams import OpenStreams

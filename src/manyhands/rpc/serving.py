@@ -15,10 +15,10 @@ import msgspec
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerLost, Refused, Timeout
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import Buckets
 from manyhands.rpc.calling import SMALL_BYTES
 from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, CallFailure, Item, Request, Response, encode_frame
 from manyhands.rpc.method import Method, StreamMethod
-from manyhands.rpc.rate import Buckets
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream
 

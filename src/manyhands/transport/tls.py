@@ -74,6 +74,10 @@ class TlsListener:
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
+        if not self._admission.is_within_rate(host, loop.time()):
+            logger.debug("too many handshakes a second from %s", host)
+            sock.close()
+            return
         if not self._admission.admit(host) and not (self._evict_silent(host) and self._admission.admit(host)):
             logger.debug("too many connections from %s", host)
             sock.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import BURST_S, MIN_SENDERS
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.rate_limit import MAX_CHECKS_PER_S, RateLimit
-from manyhands.rpc.rate import BURST_S, MIN_SENDERS
 from tests.traced import traced_memory
 
 ALICE, BOB = PeerId("alice"), PeerId("bob")

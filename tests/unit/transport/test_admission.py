@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.rate import BURST_S
 from manyhands.transport.admission import Admission, ListenLimits
 from tests.traced import traced_memory
 
@@ -33,6 +34,23 @@ def test_one_host_cannot_take_all_streams() -> None:
     assert admission.admit(OTHER)
     admission.left(ONE, in_handshake=False)
     assert admission.admit(ONE)
+
+
+def test_one_host_begins_so_many_handshakes_a_second() -> None:
+    admission = Admission(ListenLimits(max_handshakes_per_s=10))
+    assert sum(admission.is_within_rate(ONE, 7.0) for _ in range(1000)) == 10 * BURST_S
+    assert sum(admission.is_within_rate(ONE, 9.0) for _ in range(1000)) == 20
+    assert admission.is_within_rate(OTHER, 9.0)
+    for number in range(int(10 * BURST_S)):
+        assert admission.is_within_rate(f"2001:db8::{number}", 9.0)
+    assert not admission.is_within_rate("2001:db8::ffff", 9.0)
+    assert admission.is_within_rate("2001:db8:0:1::1", 9.0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1"])
+def test_peers_of_this_machine_shake_hands_as_often_as_they_like(host: str) -> None:
+    admission = Admission(ListenLimits(max_handshakes_per_s=1))
+    assert all(admission.is_within_rate(host, 0.0) for _ in range(100))
 
 
 def test_all_addresses_of_one_customer_are_one_host() -> None:
