@@ -11,8 +11,8 @@ a leader                members                   its patience from when half of
 a leader                members, at most          until the last peer that has asked would go elsewhere, but for the
                                                   quarter above; and for half of the leader's time for the round, as
                                                   the values need the other half
-a leader                guests, all together      as long as the step took; a tenth of that after a round that waited in
-                                                  vain for one; at most as long as for members
+a leader                guests, all together      as long as the step took; a tenth of that while one of the last 16
+                                                  rounds waited in vain for any peer; at most as long as for members
 a leader                clients that it cannot    a dial: by then they could have connected to it
                         call
 a peer that was asked   its own training loop     for each peer that has asked, as long as that one waits

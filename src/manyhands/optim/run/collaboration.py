@@ -210,14 +210,14 @@ class Collaboration:
         =================  =============================================  =============================================
         ``tracker``        replaces this peer's record by ``GOODBYE``     do not expect this peer any more, and do not
                                                                           count its samples towards the step
-        ``step_rounds``    ends the attempt at a step, if there is one    members of a formed group lose this peer as if
-                                                                          it had died (``round_machine.py``)
+        ``step_rounds``    cancels the attempt at a step, if there is     of a leader: a verdict by the votes that are
+                           one (``RoundDriver.run``)                      there. Of another member: they lose this peer
+                                                                          as if it had died (``round_machine.py``)
         ``_server``        accepts no more downloads                      load the state from another peer
         ``_rounds``        refuses the peers that have asked here for a   ask the next leader
                            place (``Matchmaker.close``)
-        ``_rounds``        as the leader of a round: decides it by the    commit or abort
-                           votes that are there, and tells the members
-                           (``Answers.close``)
+        ``_rounds``        as the leader: waits until the members know    commit or abort
+                           the verdict (``Answers.close``)
         =================  =============================================  =============================================
 
         In the roster, this peer then misses rounds. :meth:`manyhands.Peer.close` closes this first, and then all

@@ -180,7 +180,8 @@ class StepKeeper:
     async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
         """Keep a step that this peer's round has committed, if another peer may need it; drop steps that none needs.
 
-        Steps are kept until the first step that is made ``TWO_DIALS_S`` or more after the last download has ended.
+        While a newcomer downloads the state, and for ``TWO_DIALS_S`` after that, all steps are kept, with no more bytes
+        than the state has. Otherwise only the last step is, if a member may lack its means.
 
         Args:
             may_be_lacking: whether a member of the round may lack the means.
