@@ -3,8 +3,8 @@
 ======================  ========================  ====================================================================
 who waits               for whom                  how long, and why
 ======================  ========================  ====================================================================
-a peer                  the leader that it asks   its *patience*, and a moment for the answer (:func:`ask_s`); then it
-                                                  asks the next one
+a peer                  the leader that it asks   its *patience*, and at most a dial for the answer (:func:`ask_s`);
+                                                  then it asks the next one
 a leader                members                   its patience from when half of them had asked, or from when it led, if
                                                   that was earlier: so one that asks early changes nothing; at least a
                                                   quarter of it from when it led, as some may be in mid-batch
