@@ -23,7 +23,8 @@ The manifest says who did what, and each statement has its author:
 ===========================  =========================================================================================
 in the manifest              written by
 ===========================  =========================================================================================
-``parts[].absent``           the reducer of the part, which so accuses the members whose values it lacks
+``parts[].absent``           the reducer of the part, which so accuses the members whose values it lacks; but a member
+                             that all of several reducers lack is accused by the leader alone
 ``Mark.LEFT_OUT``            the leader, which so accuses members that it left out of an exchange (``round/count.py``)
 ``Mark.IDLE``, a weight      the member itself, when it asked for a place
 ``leader``, ``members``      the leader, when it closed the group

@@ -64,7 +64,7 @@ class CommittedRound:
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
         usual_norm: median norm of the members' values; 0 without limits.
         means: the means as they were sent, in memory that later rounds overwrite; None if ``averaged_N`` is None.
-        may_be_lacking: whether other members may lack the means, as a member was lost.
+        may_be_lacking: whether other members may lack the means, as a member was lost or left out.
     """
 
     averaged_N: torch.Tensor | None

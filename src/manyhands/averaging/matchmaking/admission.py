@@ -114,7 +114,7 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
 
 
 def met_clients(members: Sequence[Member], ways: Mapping[PeerId, Ways]) -> set[int]:
-    """The ranks of clients that may reduce: all other clients can exchange with them, most of these without a relay.
+    """The ranks of clients that may reduce: all other clients can exchange with them, half or more without a relay.
 
     Members that are no clients can be dialled by all, so only pairs of clients count; a single client reduces nothing.
     Both of a pair must have said it: so a client that lies can only make itself reduce nothing.

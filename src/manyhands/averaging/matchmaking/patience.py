@@ -3,8 +3,8 @@
 ======================  ========================  ====================================================================
 who waits               for whom                  how long, and why
 ======================  ========================  ====================================================================
-a peer                  the leader that it asks   its *patience*, and a moment for the answer (:func:`ask_s`); then it
-                                                  asks the next one
+a peer                  the leader that it asks   its *patience*, and at most a dial for the answer (:func:`ask_s`);
+                                                  then it asks the next one
 a leader                members                   its patience from when half of them had asked, or from when it led, if
                                                   that was earlier: so one that asks early changes nothing; at least a
                                                   quarter of it from when it led, as some may be in mid-batch
@@ -45,7 +45,7 @@ BATCH_MARGIN = 1.25
 LEAST_SHARE = 0.25
 """A leader waits for members for at least this share of its patience, from when it began to lead."""
 GUEST_SHARE = 0.1
-"""Guests are waited for this share of the time of a step, after a round that waited for one in vain."""
+"""Guests are waited for this share of the time of a step, while a recent round waited for any peer in vain."""
 
 
 def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: float = 0.0) -> float:

@@ -6,16 +6,17 @@ Only the leader counts votes, so only one peer can decide, once for each exchang
 votes of the exchange                                       decision
 ==========================================================  ========================================================
 more than half of the voters hold the same result           commit that result
-votes are missing with which this can still become so       none yet
+votes are missing, and a commit or another exchange is      none yet
+still possible
 more than half of the voters hear each other, and fewer     exchange again, among those that hear each other
 than have taken part
 anything else                                               abort
 ==========================================================  ========================================================
 
 The *voters* are the members of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
-the group. If they are not more than half of the roster, the round commits all the same, but changes no roster. What
-guests hold and say does not count: identities are free, so otherwise as many guests as the run has members could stop
-every round.
+the group. If they are not more than half of the roster, the round commits all the same, but changes only the turns to
+lead. What guests hold and say does not count: identities are free, so otherwise as many guests as the run has members
+could stop every round.
 
 Two members do not hear each other if one complains of the other, or if one holds other means of the other's span than
 most do. So a reducer that sends different means to different members is left out of the next exchange.

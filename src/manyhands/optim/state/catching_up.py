@@ -14,7 +14,7 @@ The way of a newcomer, until its samples count:
 
 A peer that lacks a step fetches it from a peer that has kept it, and downloads the state if none has. A peer keeps a
 step, which is the round's manifest and its means as they were sent, while a newcomer downloads the state from it. It
-also keeps the last step if another member may lack the means, because a member was lost in the round.
+also keeps the last step if another member may lack the means, because one was lost or left out in the round.
 
 =======================  ==============================================================================================
 function                 called by
