@@ -8,7 +8,7 @@ Each machine is a network namespace with an address of its own, so Linux and roo
 JSON: ``steps_per_s_before``, ``during``, ``after``; ``max_step_block_s``; ``rss_mb`` that the greediest process of the
 run gained; ``forked``: two trainers held different states after the same step, or ended far apart; ``loss_before`` the
 attack, at its end and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in
-the log of a trainer or the monitor.
+the log of a trainer or the monitor. At the end a table of them, for docs/figures.md.
 """
 
 from __future__ import annotations
@@ -370,6 +370,15 @@ def failures_of(result: dict[str, Any]) -> list[str]:
     return [rule for rule, is_broken in rules.items() if is_broken]
 
 
+def table_of(results: Sequence[dict[str, Any]]) -> str:
+    """A table of Markdown for docs/figures.md."""
+    lines = ["", "| attack | steps/s before | during | after | longest `step()`, s |", "|---|---|---|---|---|"]
+    for one in results:
+        rates = " | ".join(str(one[when]) for when in ("steps_per_s_before", "during", "after"))
+        lines.append(f"| {one['attack']} | {rates} | {one['max_step_block_s']} |")
+    return "\n".join([*lines, ""])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all is as promised."""
     parser = argparse.ArgumentParser(prog="make test-hostile", description=__doc__.splitlines()[0] if __doc__ else "")
@@ -395,6 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(result), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(table_of(results))
     print(f"{len(results) - num_failed} of {len(results)} as promised")
     return int(num_failed > 0 or not results)
 
