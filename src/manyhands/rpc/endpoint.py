@@ -597,6 +597,15 @@ class Endpoint:
         """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""
         self._bulk.release(stream)
 
+    def fell_short(self, stream: Stream) -> None:
+        """Note that a stream that :meth:`open_bulk` opened ends without all its data.
+
+        If the other peer is still connected, relays of the stream are asked after others from now on.
+        """
+        if self.is_connected(stream.remote):
+            for relay in self._bulk.relays_of(stream):
+                self._relayed.failed(relay)
+
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         """Return an open connection, dialled if needed; calls on it must begin before the loop runs other tasks."""
         loop = asyncio.get_running_loop()
