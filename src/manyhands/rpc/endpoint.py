@@ -500,9 +500,12 @@ class Endpoint:
             Unavailable: the peer cannot be dialled.
             Refused: it refuses this stream.
         """
-        open_one = self._opener(peer_id, timeout_s)
-        if size_bytes >= 2 * BYTES_OF_ONE:
-            await self._connection(peer_id, timeout_s)  # measures the round trip
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        may_need_relay = self.client_mode and bool(self._pool.relays())
+        if may_need_relay or size_bytes >= 2 * BYTES_OF_ONE:
+            await self._connection(peer_id, timeout_s)  # finds the way, and measures the round trip
+        open_one = self._opener(peer_id, deadline - loop.time())
         hello = self._hello(kind, header)
         rtt_s = self._pool.rtt_s(peer_id)
         return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
