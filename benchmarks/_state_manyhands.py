@@ -56,7 +56,7 @@ class Newcomer:
             run = await read_manifest(presence.dht, RUN_ID)
             reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
             await reader.refresh()
-            canvass = Canvass(presence.endpoint, presence.rng)
+            canvass = Canvass(presence.endpoint, presence.rng, frozenset)
             leading = await leading_donors(reader.records(), canvass, presence.rng, frozenset())
             await canvass.close()
             assert run is not None

@@ -45,8 +45,10 @@ class Trainer:
     def ready(self) -> None:
         """Return once everything is imported."""
 
-    def start(self, initial_peers: list[str], port: int, relay: str | None, relays: bool = False) -> list[str]:
-        """Join and begin to train; returns its addresses."""
+    def start(
+        self, initial_peers: list[str], port: int, relay: str | None, relays: bool = False, is_first: bool = False
+    ) -> list[str]:
+        """Join and begin to train, with ``is_first`` a new run; returns its addresses."""
         began = self._began_at = time.perf_counter()
         self._tunnel = RelayTunnel(relay) if relay is not None else None
         before_joining = TunnelKeeper(self._tunnel).start if self._tunnel is not None else None
@@ -55,7 +57,9 @@ class Trainer:
             rpc_config=RpcConfig(relay_mbit_s=RELAY_MBIT_S if relays else None),
         )  # fmt: skip
         self._seen["peer_s"] = time.perf_counter() - began
-        self._thread = threading.Thread(target=self._train, args=(self._peer, not initial_peers), daemon=True)
+        self._thread = threading.Thread(
+            target=self._train, args=(self._peer, is_first or not initial_peers), daemon=True
+        )
         self._thread.start()
         return self._peer.addresses
 

@@ -17,6 +17,8 @@ Two ordinary peers train a small model. Another one joins, in a process and a ne
   two routers             a port-preserving router behind another one
   only port 443 out       a firewall lets out connections to that port only; both ordinary peers listen there
   one peer on port 443    the same, and the second of the ordinary peers listens elsewhere; both relay (``--relay``)
+  coordinator on port 443  the same firewall; it gets the address of a first peer alone, which listens there, relays and
+                          does not train; both ordinary peers listen elsewhere
 
 JSON: a list of ``{setup, joins, contributes, first_contribution_s, advice, peer_s, mode, drops, others_aborted}``:
 
@@ -72,7 +74,7 @@ from typing import Any
 import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _memory import free_at_once, peak_own_bytes, start_peak
-from _pairs import KINDS, PORT, SWARMS, measure_pair, measure_swarm
+from _pairs import KINDS, PORT, SWARMS, End, measure_pair, measure_swarm
 from _relay import Relay
 from _routers import Host, bridged, internet, public_ip
 from _star import enter, why_not
@@ -89,6 +91,8 @@ PORTS = {"only port 443 out": (HTTPS, HTTPS), "one peer on port 443": (HTTPS, PO
 """Where the ordinary peers listen, if not both at ``PORT``."""
 RELAYED = ("one peer on port 443",)
 """Set-ups in which the ordinary peers relay."""
+COORDINATED = ("coordinator on port 443",)
+"""Set-ups in which all join by a peer that does not train."""
 SETUPS = {
     "public": Host(),
     "client": Host(has_firewall=True),
@@ -99,6 +103,7 @@ SETUPS = {
     "two routers": Host(has_router=True, has_second_router=True),
     "only port 443 out": Host(has_firewall=True, only_to=HTTPS),
     "one peer on port 443": Host(has_firewall=True, only_to=HTTPS),
+    "coordinator on port 443": Host(has_firewall=True, only_to=HTTPS),
 }
 AFTER_DROP_S = 30.0
 LAST_S = 15.0
@@ -122,14 +127,17 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
         if is_tunnel:
             stack.enter_context(Worker(Relay, names[RELAY], drop_s)).call("ready")
             watch_s = drop_s + AFTER_DROP_S
+        door: list[str] = []
+        if setup in COORDINATED:
+            door, _ = stack.enter_context(Worker(End, names[RELAY])).call("start", [], HTTPS, False, True)
         relays = setup in RELAYED
-        addresses = workers[0].call("start", [], ports[0], None, relays)
+        addresses = workers[0].call("start", door, ports[0], None, relays, True)
         wait_for(workers[:1], "step")  # so that the next one finds the run
-        addresses += workers[1].call("start", addresses, ports[1], None, relays)
+        addresses += workers[1].call("start", door or addresses, ports[1], None, relays)
         wait_for(workers[:NEWCOMER], "first_s")
         aborted = sum(worker.call("report")["aborted"] for worker in workers[:NEWCOMER])
         newcomer = workers[NEWCOMER]
-        newcomer.call("start", addresses, PORT, public_ip(RELAY) if is_tunnel else None)
+        newcomer.call("start", door or addresses, PORT, public_ip(RELAY) if is_tunnel else None)
         until = time.monotonic() + watch_s
         while time.monotonic() < until:
             time.sleep(min(1.0, watch_s))

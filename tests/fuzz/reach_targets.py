@@ -9,14 +9,18 @@ from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
+from manyhands.optim.run.canvass import told_votes
 from manyhands.reach.messages import (
     DIAL_BACK,
     EXAMINE,
+    REACHED,
     DialBackRequest,
     DialBackResponse,
     DialOutcome,
     ExamineRequest,
     ExamineResponse,
+    ReachedRequest,
+    ReachedResponse,
 )
 from manyhands.rpc.announce import ANNOUNCE, Announcement, AnnounceResponse, seen_from_outside
 from manyhands.rpc.dial_rules import may_dial, may_dial_heard
@@ -161,6 +165,20 @@ TARGETS = [
             msgspec.msgpack.encode(DialBackResponse([DialOutcome(a, "refused", "why") for a in ADDRESSES])),
         ],
         run=_dial_back_response,
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+    Target(
+        name=f"{REACHED.name}.request",
+        seeds=[msgspec.msgpack.encode(ReachedRequest([PeerId("12D3KooW")]))],
+        run=lambda data: decoded(data, ReachedRequest),
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
+    Target(
+        name=f"{REACHED.name}.response",
+        seeds=[msgspec.msgpack.encode(ReachedResponse([host, "", "no address"])) for host in ("fe80::1%0", "8.8.8.8")],
+        run=lambda data: told_votes([decoded(data, ReachedResponse).hosts]),
         errors=_VIOLATION,
         weight=0.5,
     ),

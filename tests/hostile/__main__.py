@@ -159,13 +159,12 @@ class Siege:
         return self.newcomer
 
     def come_behind_a_firewall(self) -> None:
-        """One that reaches the monitor, one trainer and the attacker: it needs a relay to the other trainers.
+        """One that reaches the monitor and the attacker alone: it needs a relay to the trainers.
 
         Returns once it has made its first step.
         """
-        *hidden, near = range(NUM_TRAINERS)
-        self.machines.wall_off(NEWCOMER, *hidden)
-        self.come(self.trainers[near].wait_for("address ").split()[1], CLIENT).wait_for('"step": ')
+        self.machines.wall_off(NEWCOMER, *range(NUM_TRAINERS))
+        self.come(CLIENT).wait_for('"step": ')
 
     def fail(self) -> Process:
         """Have machines fail; returns another monitor, which has to go on as everybody else.

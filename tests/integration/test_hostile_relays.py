@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from manyhands.averaging.allreduce.streams import PartnerStreams
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import NAME_BYTES, Group, Member, Position
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, PeerLost, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
@@ -16,6 +20,7 @@ from manyhands.rpc.dialled_back_streams import MAX_OF_ONE_PEER
 from manyhands.rpc.frames import Hello
 from manyhands.rpc.relayed_streams import RELAYED
 from manyhands.rpc.ways import Way, relayed_by
+from manyhands.runtime import TaskOwner
 from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.integration.test_relays import clients_and_relays, echoed, send_back
 from tests.network import ECHO, PATIENCE_S, Text, until
@@ -99,6 +104,39 @@ async def test_nothing_that_a_relay_has_changed_in_a_bulk_stream_is_read(spoil: 
         with pytest.raises(PeerLost):
             await asyncio.gather(stream.send(bytes(200_000)), stream.receive_into(memoryview(bytearray(200_000))))
         pair.one.release(stream)
+
+
+async def test_after_a_round_in_which_a_relay_has_dropped_the_values_the_streams_go_through_another_one() -> None:
+    async with relayed_pair() as pair:
+        tasks = TaskOwner("test")
+        config = AveragingConfig(averaging_timeout_s=PATIENCE_S)
+        ends = [PartnerStreams(RunEndpoint(end, "run"), config, tasks) for end in (pair.one, pair.other)]
+        members = [Member(end.peer_id, [], is_client=True, weight=1.0) for end in (pair.one, pair.other)]
+        group = Group(b"group", pair.one.peer_id, Position(0, b""), members)
+        ways = []
+        for name in (b"1" * NAME_BYTES, b"2" * NAME_BYTES):
+            before = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
+            connecting = (end.connect(group, rank, 1 - rank, 0, name, 10.0) for rank, end in enumerate(ends))
+            streams = await asyncio.gather(*connecting)
+            after = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
+            ways.append((after[0] - before[0], after[1] - before[1]))
+            for end, stream in zip(ends, streams, strict=True):
+                end.give_back(stream, is_used_up=False, within_s=1.0)
+        assert ways == [(1, 0), (0, 1)]
+        for end in ends:
+            end.close()
+        await tasks.close()
+
+
+async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() -> None:
+    async with relayed_pair() as pair:
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3")
+        await pair.other.close()
+        await until(lambda: not pair.one.is_connected(pair.other.peer_id), "the peer is lost")
+        pair.one._relayed._failed_at.clear()
+        pair.one.fell_short(stream)
+        pair.one.release(stream)
+        assert not pair.one._relayed._failed_at
 
 
 async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lead_nowhere() -> None:

@@ -13,8 +13,8 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.errors import Refused
 from manyhands.peer import Presence
-from manyhands.reach import DIAL_BACK, EXAMINE
-from manyhands.reach.messages import DialBackRequest, DialOutcome, ExamineRequest
+from manyhands.reach import DIAL_BACK, EXAMINE, REACHED
+from manyhands.reach.messages import DialBackRequest, DialOutcome, ExamineRequest, ReachedRequest
 from manyhands.reach.service import MAX_UNDER_WAY, PER_SOURCE
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
@@ -51,6 +51,16 @@ async def test_an_examined_peer_tells_the_host_that_it_sees_its_table_its_versio
         assert seen.num_known_peers == asked.dht.num_known_peers
         assert seen.agent.startswith("manyhands/")
         assert seen.wall_time_s > 1.7e9
+
+
+async def test_a_peer_tells_where_it_has_dialled_others_and_not_from_where_they_called() -> None:
+    async with two_peers() as (asked, caller):
+        client = Endpoint(TlsTransport(identity_of(3)), client_mode=True)
+        await client.connect(asked.endpoint.addresses[0])
+        await asked.endpoint.reach(CALLER.peer_id, 5.0)
+        request = ReachedRequest([CALLER.peer_id, client.peer_id, identity_of(4).peer_id])
+        assert (await caller.call(ASKED.peer_id, REACHED, request)).hosts == ["127.0.0.1", "", ""]
+        await client.close()
 
 
 async def test_each_address_has_an_outcome_of_its_own() -> None:

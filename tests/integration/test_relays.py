@@ -143,6 +143,22 @@ async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_i
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_the_first_stream_to_a_peer_that_cannot_be_dialled_may_be_a_bulk_stream(kind: str) -> None:
+    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER) as (client, relay, listening):
+        seems_symmetric(client)
+        listening.accept_bulk("echo", send_back)
+        client._book._known[listening.peer_id].clear()
+        client.learn(listening.peer_id, [Address.of("127.0.0.1", free_port(), listening.peer_id)])
+        await client.call_on(relay.peer_id, 5.0)
+        await relay.call_on(listening.peer_id, 5.0)
+        stream = await client.open_bulk(listening.peer_id, "echo", b"3")
+        received = bytearray(3)
+        await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
+        client.release(stream)
+        assert received == b"abc"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_relay_cannot_pass_another_peer_off_as_the_target_and_nothing_of_the_attempt_stays(kind: str) -> None:
     async with endpoints(4, kind=kind, clients=[0, 1, 3], config=VOLUNTEER) as (one, other, relay, third):
         for client in (one, other, third):

@@ -35,6 +35,8 @@ TOUCH_PERIOD_S = 1.0
 TOUCH_TIMEOUT_S = 3.0
 REPLACED_S = 5.0
 """Seconds until a relay whose process has died is replaced."""
+SILENT_S = 10.0
+"""Without faults, peers behind routers do not lose each other for so long."""
 DOWN_S = 8.0
 MOST_PUNCHES = 8
 ROUTERS = ("firewall", "port-preserving", "symmetric")
@@ -205,7 +207,7 @@ class RoutedRun:
     # the end
 
     def check(self, within_s: float) -> None:
-        """All train on, at one state, and the samples of all count again."""
+        """All train on, at one state, the samples of all count again, and all reach each other."""
         assert set(self.trainers) == set(self.names), sorted(self.trainers)
         steps = {name: trainer.optimizer.global_step for name, trainer in self.trainers.items()}
         assert max(steps.values()) - min(steps.values()) <= 1, steps
@@ -213,6 +215,10 @@ class RoutedRun:
             later = [when for when in self.contributed_at.get(name, []) if when > self.over_at]
             assert later, f"no sample of {name} counts after the last fault, at {self.over_at:.1f} s"
             assert later[0] < self.over_at + within_s, f"the samples of {name} count again after {later[0]:.1f} s"
+        pairs = [(one, other) for one in self.clients for other in self.clients if other < one]
+        silent_since = self.world.loop.time() - SILENT_S
+        silent = [pair for pair in pairs if self.answered_at.get(pair, 0.0) < silent_since]
+        assert not silent, f"no answer for {SILENT_S:g} s between {silent}"
 
 
 class PunchingTransport(SimTransport):

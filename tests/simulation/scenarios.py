@@ -203,7 +203,10 @@ def local(seed: int) -> Scenario:
 
 
 def routers(seed: int) -> Scenario:
-    """Five trainers, two of which relay for those behind routers; 40 s after the last fault all samples count."""
+    """Five trainers, two of which relay for those behind routers, which reach each other in the end.
+
+    40 s after the last fault all samples count.
+    """
     world = World(seed)
     names = [f"p{number}" for number in range(5)]
     weather(world, names)

@@ -13,6 +13,7 @@ from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
+from manyhands.rpc import RpcConfig
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.simulation.worlds import join
@@ -20,6 +21,8 @@ from tests.simulation.worlds import join
 PLAIN = AveragingConfig(codec="none", matchmaking_time_s=10.0, averaging_timeout_s=40.0)
 BATCH_S = 0.5
 WAIT_S = 0.2
+PORT, RELAY_MBIT_S = 31337, 100.0
+"""Of a coordinator."""
 
 Batch = tuple[torch.Tensor, ...]
 Train = Callable[["Member"], None]
@@ -128,19 +131,23 @@ class Swarm:
         self.started.add(name)
         self.world.start(name, program)
 
-    def start_coordinator(self) -> None:
-        """Start a peer that only welcomes the others."""
+    def start_coordinator(self, name: str = "coordinator") -> Address:
+        """Start a peer that only welcomes the others, and relays for them; returns its address."""
 
         async def program(host: Host) -> None:
-            presence = Presence(self.world.transport(host), rng=self.world.rng(host.name), wall_clock=host.wall_clock)
+            presence = Presence(
+                self.world.transport(host), rng=self.world.rng(host.name), wall_clock=host.wall_clock,
+                rpc_config=RpcConfig(relay_mbit_s=RELAY_MBIT_S),
+            )  # fmt: skip
             try:
-                await presence.start([], [Address.of(host.ip, 0)])
+                await presence.start(self.initial_peers, [Address.of(host.ip, PORT)], must_join=False)
                 self.initial_peers.extend(presence.endpoint.addresses)
                 await asyncio.Event().wait()
             finally:
                 await presence.stop()
 
-        self.world.start("coordinator", program)
+        host = self.world.start(name, program)
+        return Address.of(host.ip, PORT, self.world.identity(host.name).peer_id)
 
     def run(self, until_s: float = 600.0) -> None:
         """Let virtual time pass until all programs are done; once."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, cast
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
@@ -17,7 +17,8 @@ from manyhands.averaging.timing import DIAL_S, TWO_DIALS_S
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.belief import Records, believed_by_a_newcomer
-from manyhands.optim.run.canvass import AT_ONCE, ENOUGH_VOTES, Canvass
+from manyhands.optim.run.canvass import AT_ONCE, ENOUGH_VOTES, Canvass, told_votes
+from manyhands.reach.messages import ReachedRequest, ReachedResponse
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World
@@ -26,10 +27,15 @@ ANSWER_S = 0.2
 
 
 class Dials:
-    """In place of an endpoint: peers that answer, each at a host, and others that never do."""
+    """In place of an endpoint: peers that answer, each at a host, and others that never do.
 
-    def __init__(self, hosts: dict[PeerId, str]) -> None:
+    Attributes:
+        told: by peer, where it says that it has reached others.
+    """
+
+    def __init__(self, hosts: dict[PeerId, str], told: dict[PeerId, dict[PeerId, str]] | None = None) -> None:
         self.hosts = hosts
+        self.told = told or {}
         self.of: Counter[PeerId] = Counter()
         self.connected: set[PeerId] = set()
         self.most_at_once = 0
@@ -58,6 +64,17 @@ class Dials:
         if not is_there:
             raise Unavailable("no answer")
         self._reached.add(peer_id)
+
+    async def call(self, peer_id: PeerId, method: object, request: ReachedRequest, timeout_s: float) -> ReachedResponse:
+        if peer_id not in self.told:
+            raise Unavailable("no answer")
+        return ReachedResponse([self.told[peer_id].get(other, "") for other in request.peers])
+
+
+def canvass_of(
+    dials: Dials, on_news: Callable[[], None] = lambda: None, initial_peers: Collection[PeerId] = ()
+) -> Canvass:
+    return Canvass(cast(Endpoint, dials), random.Random(3), lambda: frozenset(initial_peers), on_news)
 
 
 def records_of(hosts: dict[PeerId, str]) -> Records:
@@ -95,7 +112,7 @@ def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_l
     async def check() -> None:
         now = asyncio.get_running_loop().time
         dials = Dials(HONEST | (dict.fromkeys(FALSE, "47.1.1.1") if is_answered else {}))
-        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass = canvass_of(dials)
         records = records_of(HONEST | FALSE)
         assert canvass.poll(records).num_open
         began = now()
@@ -115,7 +132,7 @@ def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_l
 def test_in_a_large_run_few_peers_are_dialled() -> None:
     async def check() -> None:
         dials = Dials(FALSE)
-        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass = canvass_of(dials)
         canvass.poll(records_of(FALSE))
         await ended(canvass)
         voters, num_open = canvass.poll(records_of(FALSE))
@@ -132,7 +149,7 @@ def test_a_peer_that_was_cut_off_is_dialled_again_when_it_connects() -> None:
         dials = Dials({bob: HONEST[bob]})
         dials.connected.add(eve)  # it has dialled this peer, and cannot be dialled itself
         news: list[float] = []
-        canvass = Canvass(cast(Endpoint, dials), random.Random(3), lambda: news.append(1.0))
+        canvass = canvass_of(dials, lambda: news.append(1.0))
         records = records_of(HONEST)
         for _ in range(2):
             canvass.poll(records)
@@ -156,7 +173,7 @@ def test_a_peer_that_was_cut_off_is_dialled_again_when_it_connects() -> None:
 def test_a_peer_that_reaches_nobody_tries_again() -> None:
     async def check() -> None:
         dials = Dials({})
-        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass = canvass_of(dials)
         records = records_of(HONEST)
         canvass.poll(records)
         await ended(canvass)
@@ -180,13 +197,11 @@ def test_while_peers_may_still_vote_the_first_one_that_answers_does_not_decide()
         stranger, late = PeerId("stranger"), PeerId("late")
         hosts = HONEST | {stranger: "48.1.1.2", late: "49.1.1.2"}
         records = {
-            peer_id: msgspec.structs.replace(record, position=Position(50 if peer_id == stranger else 100, b""))
+            peer_id: replace(record, position=Position(50 if peer_id == stranger else 100, b""))
             for peer_id, record in records_of(hosts).items()
         }
         for answering in ({stranger}, {stranger, *list(HONEST)[:1]}):
-            canvass = Canvass(
-                cast(Endpoint, Dials({peer_id: hosts[peer_id] for peer_id in answering})), random.Random(3)
-            )
+            canvass = canvass_of(Dials({peer_id: hosts[peer_id] for peer_id in answering}))
             assert not believed_by_a_newcomer(records, frozenset(), canvass.poll)
             await asyncio.sleep(2 * ANSWER_S)
             assert canvass.poll(records).voters.keys() == answering
@@ -202,7 +217,7 @@ def test_a_peer_that_does_not_answer_delays_nobody_once_most_have_answered() -> 
     async def check() -> None:
         now = asyncio.get_running_loop().time
         records = records_of(HONEST | {PeerId("dead"): "48.1.1.2"})
-        canvass = Canvass(cast(Endpoint, Dials(HONEST)), random.Random(3))
+        canvass = canvass_of(Dials(HONEST))
         began = now()
         while not believed_by_a_newcomer(records, frozenset(), canvass.poll):
             assert await canvass.brings_news()
@@ -217,7 +232,7 @@ def test_a_peer_that_the_backoff_kept_from_being_dialled_is_dialled_soon() -> No
         ann, *_ = HONEST
         dials, records = Dials(HONEST), records_of(HONEST)
         dials.held_back.add(ann)
-        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass = canvass_of(dials)
         canvass.poll(records)
         await ended(canvass)
         assert canvass.poll(records).voters.keys() == HONEST.keys() - {ann}
@@ -229,3 +244,78 @@ def test_a_peer_that_the_backoff_kept_from_being_dialled_is_dialled_soon() -> No
         await canvass.close()
 
     in_virtual_time(check)
+
+
+COORDINATOR = PeerId("coordinator")
+
+
+def test_a_peer_that_reaches_its_initial_peer_alone_follows_those_that_this_one_has_reached() -> None:
+    """A thousand identities of one machine are ahead, and another peer says that it has reached them everywhere."""
+
+    async def check() -> None:
+        stranger = PeerId("stranger")
+        told = {COORDINATOR: HONEST | dict.fromkeys(FALSE, "47.1.1.1"), stranger: FALSE}
+        canvass = canvass_of(Dials({}, told), initial_peers=[COORDINATOR])
+        ahead = Position(1000, b"elsewhere")
+        records = {
+            **records_of(HONEST),
+            **{one: replace(record, position=ahead) for one, record in records_of(FALSE).items()},
+        }
+        while not (believed := believed_by_a_newcomer(records, frozenset([COORDINATOR]), canvass.poll)):
+            assert await canvass.brings_news()
+        assert believed.keys() == HONEST.keys()
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_counts_where_this_one_has_reached_it_whatever_its_initial_peer_says() -> None:
+    async def check() -> None:
+        ann, bob, _ = HONEST
+        told = {COORDINATOR: {ann: "48.1.1.1", bob: "48.1.1.1"}}
+        canvass = canvass_of(Dials({ann: HONEST[ann]}, told), initial_peers=[COORDINATOR])
+        canvass.poll(records_of(HONEST))
+        await ended(canvass)
+        assert canvass.poll(records_of(HONEST)).voters == {ann: "45.0.1.0/24", bob: "48.1.1.0/24"}
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_reaches_a_stranger_does_not_follow_it_before_its_initial_peer_was_asked() -> None:
+    async def check() -> None:
+        stranger = PeerId("stranger")
+        canvass = canvass_of(Dials({stranger: "48.1.1.2"}, {COORDINATOR: HONEST}), initial_peers=[COORDINATOR])
+        records = records_of(HONEST)
+        records = {
+            **records,
+            stranger: replace(records_of({stranger: "48.1.1.2"})[stranger], position=Position(50, b"")),
+        }
+        while not (believed := believed_by_a_newcomer(records, frozenset([COORDINATOR]), canvass.poll)):
+            assert await canvass.brings_news()
+        assert believed.keys() == HONEST.keys()
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+HERE, THERE = "45.1.1.1", "46.1.1.1"
+
+
+@pytest.mark.parametrize(
+    ("answers", "vote"),
+    [
+        ([], []),
+        ([[""]], [""]),
+        ([[HERE]], ["45.1.1.0/24"]),
+        ([[HERE], [""]], ["45.1.1.0/24"]),
+        ([[HERE], [""], [""]], [""]),  # one of three
+        ([[HERE], [HERE], [THERE]], ["45.1.1.0/24"]),
+        ([[HERE], ["45.1.1.2"], [THERE]], ["45.1.1.0/24"]),
+        ([[THERE], [HERE]], ["45.1.1.0/24"]),  # reached with IPv4 by one, and with IPv6 by the other, say
+        ([["127.0.0.1", "127.0.0.1"]], ["127.0.0.1"] * 2),
+        ([["no address", HERE]], ["", "45.1.1.0/24"]),
+    ],
+)
+def test_at_least_half_of_the_initial_peers_must_name_one_network(answers: list[list[str]], vote: list[str]) -> None:
+    assert told_votes(answers) == vote

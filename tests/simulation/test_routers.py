@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH = 200
 STEPS = 8
+LAST_STEP = 30
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,46 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
         assert before["public"] < 1.3 * max(clients), "its bytes are those of any other"
     else:
         assert before["public"] > 2.0 * max(clients), "it reduces for all"
+
+
+@pytest.mark.parametrize("num_coordinators", [1, 2])
+def test_a_peer_that_can_dial_only_coordinators_takes_part_in_every_step_of_a_run_under_way(
+    num_coordinators: int,
+) -> None:
+    """As behind a firewall that lets connections to port 443 out: no trainer listens there."""
+    swarm = Swarm(4)
+    doors = [swarm.start_coordinator(f"coordinator{number}") for number in range(num_coordinators)]
+    trainers = ["one", "two"]
+    first_step: list[int] = []
+    groups: dict[int, int] = {}
+
+    def train(member: Member) -> None:
+        if member.name == "newcomer":
+            first_step.append(member.optimizer.global_step)
+        while member.optimizer.global_step < LAST_STEP:
+            before = member.optimizer.last_round
+            member.step(member.model(torch.ones(4, WIDTH)).square().mean(), BATCH_S, batch_size=4)
+            member.check_samples()
+            if member.name == "one" and (last := member.optimizer.last_round) is not before and last is not None:
+                groups[member.optimizer.global_step] = len(last.contributors())
+
+    for number, name in enumerate([*trainers, "newcomer"]):
+        is_newcomer = name == "newcomer"
+        swarm.start(
+            name,
+            lambda: torch.nn.Linear(WIDTH, WIDTH),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train,
+            client_mode=is_newcomer,
+            begins_s=30.0 if is_newcomer else 1.0 + number,
+            initial_peers=list(doors),
+            target_batch_size=32,
+        )
+    swarm.world.host("newcomer").router = "firewall"
+    for name in trainers:
+        swarm.world.network.block("newcomer", name)
+    swarm.run()
+    assert first_step[0] > 0, "it has loaded the state of the run"
+    later = [groups[step] for step in range(first_step[0] + 2, LAST_STEP + 1)]
+    assert len(later) >= 8, groups
+    assert set(later) == {3}, groups

@@ -40,6 +40,7 @@ class RunEndpoint:
         self.carries_bulk = endpoint.carries_bulk
         self.held = endpoint.held
         self.release = endpoint.release
+        self.fell_short = endpoint.fell_short
 
     @property
     def client_mode(self) -> bool:

@@ -87,7 +87,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     records, failure = askable(all_records, presence.endpoint), "nobody trains it now"
     if all_records:
         failure = f"none of the {len(all_records)} peers that train it can be dialled from here"
-    canvass = Canvass(presence.endpoint, presence.rng)
+    canvass = Canvass(presence.endpoint, presence.rng, presence.dht.initial_peers)
     try:
         for _ in range(MAX_POSITIONS):
             if (leading := await leading_donors(records, canvass, presence.rng, presence.dht.initial_peers())) is None:

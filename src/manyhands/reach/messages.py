@@ -1,10 +1,11 @@
-"""Messages with which a peer asks another one how that one sees it, to diagnose connection problems.
+"""Messages with which a peer asks another one how that one sees it, and where it has reached others.
 
 ===============  ==================  ================================================================
 method           request             response
 ===============  ==================  ================================================================
 reach.examine    nothing             clock, the caller's IP address, number of known peers, software
 reach.dial_back  some addresses      for each whether the caller was found there, over a new connection
+reach.reached    some peers          for each the IP address at which the asked peer has dialled it
 ===============  ==================  ================================================================
 """
 
@@ -14,10 +15,14 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.base.identity import PeerId
 from manyhands.rpc.method import Method
 
 MAX_DIALLED = 4
 """Most addresses in one request."""
+
+MAX_ASKED_ABOUT = 64
+"""Most peers in one request."""
 
 ASK_TIMEOUT_S = 5.5
 """Seconds to wait for one answer; a peer that dials back takes 3 s at most."""
@@ -81,5 +86,20 @@ class DialBackResponse(msgspec.Struct, frozen=True):
     outcomes: Annotated[list[DialOutcome], msgspec.Meta(max_length=MAX_DIALLED)]
 
 
+class ReachedRequest(msgspec.Struct, frozen=True):
+    """Asks where a peer has reached others."""
+
+    peers: Annotated[
+        list[Annotated[PeerId, msgspec.Meta(max_length=64)]], msgspec.Meta(min_length=1, max_length=MAX_ASKED_ABOUT)
+    ]
+
+
+class ReachedResponse(msgspec.Struct, frozen=True):
+    """One IP address for each peer of the request, in order; empty if it was not dialled with success lately."""
+
+    hosts: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_ASKED_ABOUT)]
+
+
 EXAMINE = Method("reach.examine", ExamineRequest, ExamineResponse)
 DIAL_BACK = Method("reach.dial_back", DialBackRequest, DialBackResponse)
+REACHED = Method("reach.reached", ReachedRequest, ReachedResponse)

@@ -1,4 +1,4 @@
-"""Reports to other peers how this peer sees them, and dials them on request."""
+"""Reports to other peers how this peer sees them and where it has reached others, and dials them on request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from manyhands.reach.messages import (
     EXAMINE,
     MAX_TEXT,
     NOT_ALLOWED,
+    REACHED,
     DialBackRequest,
     DialBackResponse,
     DialOutcome,
     ExamineRequest,
     ExamineResponse,
+    ReachedRequest,
+    ReachedResponse,
 )
 from manyhands.rpc.dial_rules import Allowance, Rate, may_dial
 from manyhands.rpc.endpoint import AGENT, Endpoint
@@ -69,10 +72,14 @@ class Reach:
         self._num_under_way = 0
         endpoint.handle(EXAMINE, self._on_examine)
         endpoint.handle(DIAL_BACK, self._on_dial_back)
+        endpoint.handle(REACHED, self._on_reached)
 
     def _on_examine(self, remote: PeerId, request: ExamineRequest) -> ExamineResponse:
         host = self._host_of(remote)
         return ExamineResponse(self._wall_clock(), host[:64], self._dht.num_known_peers, AGENT)
+
+    def _on_reached(self, remote: PeerId, request: ReachedRequest) -> ReachedResponse:
+        return ReachedResponse([self._endpoint.reached_host(peer_id) for peer_id in request.peers])
 
     async def _on_dial_back(self, remote: PeerId, request: DialBackRequest) -> DialBackResponse:
         host = self._host_of(remote)

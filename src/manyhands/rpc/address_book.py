@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from manyhands.base.address import Address
+from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 
 MAX_ADDRESSES_PER_PEER = 8
@@ -89,6 +90,11 @@ class AddressBook:
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """Return the addresses of a peer, the best first; empty if it is unknown."""
         return list(self._known.get(peer_id, {}))
+
+    def check_known(self, peer_id: PeerId) -> None:
+        """Raise ``Unavailable`` if no address of a peer is known."""
+        if not self._known.get(peer_id):
+            raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
 
     def reached_at(self, peer_id: PeerId) -> list[Address]:
         """Return the addresses at which a peer was reached, the latest first."""

@@ -39,7 +39,7 @@ class BulkStreams:
         self.guards: dict[str, Guard] = {}
         self._streams = streams
         self._rng = rng
-        self._carriers: dict[Stream, list[Stream]] = {}
+        self._opened: dict[Stream, list[Opened]] = {}
         cap = config.max_upload_mbit_s
         self._cap = UploadCap(cap) if cap is not None else None
         self._stripe_sets = StripeSets(config.hello_timeout_s)
@@ -59,11 +59,15 @@ class BulkStreams:
             stream_id = self._rng.randbytes(16)
             stripes = (Stripe(stream_id, index, count) for index in range(count))
             hellos = [msgspec.structs.replace(hello, stripe=stripe) for stripe in stripes]
-        carriers = await self._open_all(open_one, hellos)
-        parts = [self._capped(carrier, hello.purpose) for carrier in carriers]
+        opened = await self._open_all(open_one, hellos)
+        parts = [self._capped(one.stream, hello.purpose) for one in opened]
         stream = parts[0] if count == 1 else StripedStream(parts)
-        self._carriers[stream] = carriers
+        self._opened[stream] = opened
         return stream
+
+    def relays_of(self, stream: Stream) -> set[PeerId]:
+        """Return the peers that relay a stream that :meth:`open` returned."""
+        return {one.way.relay for one in self._opened.get(stream, ()) if one.way.relay is not None}
 
     def check(self, remote: PeerId, kind: str) -> None:
         """Call the guard of a kind of stream.
@@ -77,8 +81,8 @@ class BulkStreams:
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open` returned, and count its bytes."""
         stream.abort()
-        for carrier in self._carriers.pop(stream, ()):
-            self._streams.release(carrier)
+        for one in self._opened.pop(stream, ()):
+            self._streams.release(one.stream)
 
     async def serve(self, stream: Stream, hello: Hello, acceptor: BulkAcceptor) -> None:
         """Serve an accepted connection after its welcome: a whole stream, or one stripe of it.
@@ -98,11 +102,11 @@ class BulkStreams:
         finally:
             whole.abort()
 
-    async def _open_all(self, open_one: OpenOne, hellos: Sequence[Hello]) -> list[Stream]:
+    async def _open_all(self, open_one: OpenOne, hellos: Sequence[Hello]) -> list[Opened]:
         """Open one stream for each hello, or none at all."""
         dials = [asyncio.ensure_future(open_one(hello)) for hello in hellos]
         try:
-            return [opened.stream for opened in await asyncio.gather(*dials)]
+            return await asyncio.gather(*dials)
         except BaseException:
             for dial in dials:
                 dial.cancel()

@@ -37,10 +37,11 @@ from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.dialled_back_streams import DIAL_BACK, DIAL_BULK, DialBackStreams
-from manyhands.rpc.dialling import Dialler, Opened, OpenOne
+from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.gate_protocol import Gate
 from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
+from manyhands.rpc.openers import Openers
 from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.punched_streams import PUNCH, PunchedStreams
@@ -49,7 +50,7 @@ from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.rpc.uplink import Uplink
-from manyhands.rpc.ways import DIRECT, PUNCHED, Way
+from manyhands.rpc.ways import DIRECT, Way
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport, is_control
 from manyhands.version import __version__
@@ -121,8 +122,9 @@ class Endpoint:
         self._bulk = BulkStreams(self._streams, self._config, self._rng)
         self._tasks = TaskOwner("endpoint")
         self._dial_back = DialBackStreams(
-            self._dialler, self._tasks, self.counters, self._way_back, self._hello, self._serve_stream, self._rng
-        )
+            self._dialler, self._tasks, self.counters, lambda *asked: self._openers.back(*asked), self._hello,
+            self._serve_stream, self._rng,
+        )  # fmt: skip
         self._relayed = RelayedStreams(
             transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
             self._is_near, self._is_relayed_for,
@@ -131,6 +133,10 @@ class Endpoint:
         self._punched = PunchedStreams(
             transport, self._dialler, self._streams, self._tasks, self.counters, self.outside, self._rules.own_hosts,
             self._pool.of, self._serve_stream,
+        )  # fmt: skip
+        self._openers = Openers(
+            self._pool, self._book, self._dialler, self._dial_back, self._relayed, self._punched,
+            lambda: self.client_mode,
         )  # fmt: skip
         self.handle(PUNCH, self._punched.on_punch)
         self.handle(DIAL_BULK, self._dial_back.on_dial)
@@ -435,11 +441,13 @@ class Endpoint:
             Unavailable: none of its addresses answers.
             TooEarly: it was not dialled, because the last dial failed a moment ago.
         """
-        addresses = self._addresses_to_dial(peer_id)
+        self._book.check_known(peer_id)
         now = asyncio.get_running_loop().time()
         self._backoff.check(peer_id, now)
         try:
-            address, host = await self._dialler.probe(addresses, timeout_s, self._book.heard(peer_id))
+            address, host = await self._dialler.probe(
+                self._book.addresses_of(peer_id), timeout_s, self._book.heard(peer_id)
+            )
         except Unavailable as error:
             self._dial_failed(peer_id, error)
             raise
@@ -500,79 +508,15 @@ class Endpoint:
             Unavailable: the peer cannot be dialled.
             Refused: it refuses this stream.
         """
-        open_one = self._opener(peer_id, timeout_s)
-        if size_bytes >= 2 * BYTES_OF_ONE:
-            await self._connection(peer_id, timeout_s)  # measures the round trip
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        may_need_relay = self.client_mode and bool(self._pool.relays())
+        if may_need_relay or size_bytes >= 2 * BYTES_OF_ONE:
+            await self._connection(peer_id, timeout_s)  # finds the way, and measures the round trip
+        open_one = self._openers.bulk(peer_id, deadline - loop.time())
         hello = self._hello(kind, header)
         rtt_s = self._pool.rtt_s(peer_id)
         return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
-
-    def _opener(self, peer_id: PeerId, timeout_s: float) -> OpenOne:
-        """Return the function that opens a bulk connection to a peer."""
-        connection = self._pool.of(peer_id)
-        if connection is not None and not self.client_mode and self.is_client(peer_id):
-            return lambda hello: self._dial_back.open(connection, hello, timeout_s)
-        if connection is not None and (way_on := self._indirect(connection, timeout_s)) is not None:
-            return way_on
-        addresses = self._addresses_to_dial(peer_id)
-        heard = self._book.heard(peer_id)
-        if connection is None or self.client_mode or connection.is_dialled:
-            return lambda hello: self._dialler.open(addresses, hello, timeout_s, heard)
-
-        async def dial_or_ask(hello: Hello) -> Opened:
-            deadline = asyncio.get_running_loop().time() + timeout_s
-            try:
-                return await self._dialler.open(addresses, hello, timeout_s / 2, heard)
-            except Unavailable as error:
-                logger.debug("peer %s is asked to dial this one: %s", peer_id, error)
-                left_s = deadline - asyncio.get_running_loop().time()
-                try:
-                    return await self._dial_back.open(connection, hello, left_s)
-                except (Unavailable, PeerError):
-                    raise error from None
-
-        return dial_or_ask
-
-    def _indirect(self, connection: ControlConnection, timeout_s: float) -> OpenOne | None:
-        """Return the function that opens a bulk connection as the control connection was opened; None if directly."""
-        relay = connection.way.relay
-        if relay is not None:
-            relays = list(dict.fromkeys([relay, *self._pool.relays(for_bulk=True)]))
-            return lambda hello: self._relay_or_dial(connection.remote, relays, hello, timeout_s)
-        if connection.way == PUNCHED:
-            return lambda hello: self._punch_or_relay(connection, hello, timeout_s)
-        return None
-
-    async def _relay_or_dial(self, peer_id: PeerId, relays: Sequence[PeerId], hello: Hello, timeout_s: float) -> Opened:
-        """Open a bulk connection through a relay, or to an address at which the peer can be dialled by now."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        try:
-            return await self._relayed.open(relays, peer_id, hello, timeout_s / 2)
-        except Unavailable:
-            addresses = self._book.addresses_of(peer_id)
-            if not addresses:
-                raise
-            left_s = deadline - loop.time()
-            return await self._dialler.open(addresses, hello, left_s, self._book.heard(peer_id))
-
-    async def _punch_or_relay(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        try:
-            return await self._punched.open(connection, hello, timeout_s / 2)
-        except Unavailable as error:
-            logger.debug("%s; a relay is asked", error)
-            relays = self._pool.relays(for_bulk=True)
-            return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
-
-    def _way_back(self, peer_id: PeerId, timeout_s: float) -> OpenOne | None:
-        """Return the function that opens a bulk connection to a peer that this one has reached; None if it has not."""
-        connection = self._pool.of(peer_id)
-        if connection is not None and (way_on := self._indirect(connection, timeout_s)) is not None:
-            return way_on
-        addresses = self._book.reached_at(peer_id)
-        return (lambda hello: self._dialler.open(addresses, hello, timeout_s)) if addresses else None
 
     def _is_relayed_for(self, peer_id: PeerId) -> bool:
         """Whether this peer relays for another one: for all, or if it is in runs with charters for those they know."""
@@ -591,11 +535,20 @@ class Endpoint:
 
     async def _open_near(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> Opened:
         """Open a bulk connection to a peer that is connected without a relay, or that can be dialled."""
-        return await self._opener(peer_id, timeout_s)(hello)
+        return await self._openers.bulk(peer_id, timeout_s)(hello)
 
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""
         self._bulk.release(stream)
+
+    def fell_short(self, stream: Stream) -> None:
+        """Note that a stream that :meth:`open_bulk` opened ends without all its data.
+
+        If the other peer is still connected, relays of the stream are asked after others from now on.
+        """
+        if self.is_connected(stream.remote):
+            for relay in self._bulk.relays_of(stream):
+                self._relayed.failed(relay)
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         """Return an open connection, dialled if needed; calls on it must begin before the loop runs other tasks."""
@@ -634,40 +587,15 @@ class Endpoint:
     async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
         """Return a connection, or the failure as a value, since all callers may have given up."""
         try:
-            return self._opened(await self._dial_or_relay(peer_id))
+            opening = self._openers.open_control(peer_id, self._hello(CONTROL), self._config.dial_timeout_s)
+            return self._opened(await opening)
         except (Unavailable, PeerError) as error:
             self._dial_failed(peer_id, error)
             return error
 
-    async def _dial_or_relay(self, peer_id: PeerId) -> Opened:
-        """Dial a peer; in client mode, ask relays if that fails, as this peer may be able to dial some peers only."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.dial_timeout_s
-        relays = [relay for relay in self._pool.relays() if relay != peer_id] if self.client_mode else []
-        hello = self._hello(CONTROL)
-        try:
-            addresses = self._addresses_to_dial(peer_id)
-            timeout_s = self._config.dial_timeout_s / 2 if relays else self._config.dial_timeout_s
-            return await self._dialler.open(addresses, hello, timeout_s, self._book.heard(peer_id))
-        except Unavailable as error:
-            if not relays:
-                raise
-            try:
-                opened = await self._relayed.open(relays, peer_id, hello, deadline - loop.time())
-            except Unavailable as failure:
-                raise Unavailable(f"{error}; {failure}") from error
-        logger.info("Peer %s cannot be dialled from here: it is %s", peer_id, opened.way)
-        return opened
-
     def _dial_failed(self, peer_id: PeerId, error: Exception) -> None:
         self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
         self._book.failed(peer_id)
-
-    def _addresses_to_dial(self, peer_id: PeerId) -> list[Address]:
-        addresses = self._book.addresses_of(peer_id)
-        if not addresses:
-            raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
-        return addresses
 
     def _hello(self, purpose: str, header: bytes = b"") -> Hello:
         return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)

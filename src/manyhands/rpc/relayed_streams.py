@@ -144,7 +144,7 @@ class RelayedStreams:
     # the caller
 
     def failed(self, relay: PeerId) -> None:
-        """Note that a stream through a relay could not be opened, or was lost: others are asked before it."""
+        """Note that a stream through a relay could not be opened, was lost, or lacked data: others come before it."""
         self._failed_at.pop(relay, None)
         self._failed_at[relay] = asyncio.get_running_loop().time()
         if len(self._failed_at) > MAX_FAILED:

@@ -263,6 +263,9 @@ class Download:
                 source = _Source(stream, header, await _receive_digests(stream, header))
             async with time_limit(longest_s(header), f"the state of peer {donor}"):
                 await self._take_chunks(source)
+        except Unavailable:
+            self.endpoint.fell_short(stream)
+            raise
         finally:
             self.endpoint.release(stream)
 

@@ -26,8 +26,9 @@ members        the members of this peer's roster, former ones too; with this pee
                if it is one
 peers met      the peers that were in committed rounds with this one                more than half
 networks       one voter for each network in which this peer has reached peers      half
-               beyond step 0 (:mod:`.canvass`); this peer's own network too, if
-               it is beyond step 0 after a step of its own
+               beyond step 0, or its initial peers have if it cannot
+               (:mod:`.canvass`); this peer's own network too, if it is beyond
+               step 0 after a step of its own
 =============  ===================================================================  ===================================
 
 A peer believes the highest position for which enough votes are there. Of a branch that is not ahead, a peer follows

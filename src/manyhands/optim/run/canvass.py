@@ -3,6 +3,10 @@
 The addresses that a peer publishes prove nothing. So a peer has a vote only once it was reached, and that is the vote
 of the network in which it was reached: the identities of one machine have one vote together, wherever they claim to be.
 :func:`sample` selects the peers whose votes are needed, and :class:`Canvass` dials them.
+
+A peer behind a firewall may reach only its initial peers, and all others through these as relays. So the initial peers
+are asked, and no others, where they have reached a peer that does not answer
+(docs/adr/0047-initial-peers-say-where-they-reached-others.md).
 """
 
 from __future__ import annotations
@@ -12,18 +16,20 @@ import ipaddress
 import itertools
 import logging
 import random
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
-from manyhands.averaging.timing import DIAL_S, SHUN_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, SHUN_S, TWO_DIALS_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.belief import Poll, Records, voter_of
+from manyhands.reach import REACHED
+from manyhands.reach.messages import MAX_ASKED_ABOUT, ReachedRequest
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.runtime import TaskOwner
@@ -33,7 +39,7 @@ logger = logging.getLogger(__name__)
 ENOUGH_VOTES = 32
 """The largest number of networks that vote. Of more, random ones are chosen, so that in a large run no peer dials all
 others."""
-AT_ONCE = 64
+AT_ONCE = MAX_ASKED_ABOUT
 """Number of dials at a time: so many that dials of a thousand false identities end within two minutes."""
 
 
@@ -88,24 +94,58 @@ def vote_from(host: str, name: str) -> str:
     return network_of(host) if address.is_global else host
 
 
+def told_votes(answers: Sequence[Sequence[str]]) -> list[str]:
+    """The vote of each peer by where the initial peers have reached it; empty without one.
+
+    At least half of those that answer must name the same network.
+
+    Args:
+        answers: of each initial peer that answered, the IP addresses of the peers in order; empty for those that it has
+            not reached.
+    """
+    votes = []
+    for hosts in zip(*answers, strict=True):
+        named = Counter(map(_vote_at, filter(None, hosts)))
+        vote = min(named, key=lambda one: (-named[one], one), default="")
+        votes.append(vote if 2 * named[vote] >= len(answers) else "")
+    return votes
+
+
+def _vote_at(host: str) -> str:
+    """The vote of a peer that another one has reached; all peers on the machine of that one have one vote together."""
+    try:
+        return vote_from(host, host)
+    except ValueError:  # no IP address
+        return ""
+
+
 class _Failure(NamedTuple):
-    """A failed dial: the peer has no vote for ``lasts_s`` seconds, unless it connects to this one meanwhile."""
+    """A failed dial: it counts for ``lasts_s`` seconds, unless the peer connects to this one meanwhile."""
 
     at: float  # loop time
     lasts_s: float
     was_connected: bool
+    vote: str  # by where the initial peers have reached it; empty if they have not
 
 
 class Canvass:
     """Knows which peers were reached, and dials others when their votes are needed. Lives on the network thread.
 
     Args:
+        initial_peers: returns the peers that this one was given to join by.
         on_news: called after each dial, successful or not.
     """
 
-    def __init__(self, endpoint: Endpoint, rng: random.Random, on_news: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        rng: random.Random,
+        initial_peers: Callable[[], frozenset[PeerId]],
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
         self._endpoint = endpoint
         self._rng = rng
+        self._initial_peers = initial_peers
         self._on_news = on_news
         self._records: Records = {}  # of the last poll
         self._is_in_vain = False  # whether all peers of the last poll were dialled, and none could be reached
@@ -150,7 +190,8 @@ class Canvass:
         # if no peer at all could be reached, this machine may have been offline: dial again sooner
         lasts_s = TWO_DIALS_S if self._is_in_vain else failure.lasts_s
         is_over = asyncio.get_running_loop().time() - failure.at >= lasts_s
-        return None if is_over or (self._endpoint.is_connected(peer_id) and not failure.was_connected) else ""
+        has_come = self._endpoint.is_connected(peer_id) and not failure.was_connected
+        return None if is_over or has_come else failure.vote
 
     def _rank_of(self, peer_id: PeerId) -> float:
         return self._ranks.setdefault(peer_id, self._rng.random())
@@ -158,13 +199,14 @@ class Canvass:
     async def _dial(self) -> None:
         try:
             while batch := self._undialled[:AT_ONCE]:
-                await asyncio.gather(*map(self._reach, batch))
+                told = self._tasks.spawn(self._ask_initial_peers(batch), name="asking where others were reached")
+                await asyncio.gather(*(self._reach(peer_id, told) for peer_id in batch))
                 self.poll(self._records)
         finally:
             self._dialling = None
             self._has_news.set()
 
-    async def _reach(self, peer_id: PeerId) -> None:
+    async def _reach(self, peer_id: PeerId, told: asyncio.Task[dict[PeerId, str]]) -> None:
         if record := self._records.get(peer_id):
             self._endpoint.learn(peer_id, readable_addresses(record.addresses))
         lasts_s = SHUN_S
@@ -174,8 +216,22 @@ class Canvass:
             lasts_s = TWO_DIALS_S if isinstance(error, TooEarly) else SHUN_S
             logger.debug("peer %s has no vote on the position of the run: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
+            vote = (await told).get(peer_id, "")
             now = asyncio.get_running_loop().time()
             was_connected = self._endpoint.is_connected(peer_id)
-            self._failed[peer_id] = _Failure(now, lasts_s, was_connected)
+            self._failed[peer_id] = _Failure(now, lasts_s, was_connected, vote)
         self._on_news()
         self._has_news.set()
+
+    async def _ask_initial_peers(self, peer_ids: list[PeerId]) -> dict[PeerId, str]:
+        """The votes of peers by where the initial peers have reached them."""
+        asked = await asyncio.gather(*(self._ask(one, peer_ids) for one in self._initial_peers()))
+        answers = [hosts for hosts in asked if len(hosts) == len(peer_ids)]
+        return dict(zip(peer_ids, told_votes(answers), strict=False))
+
+    async def _ask(self, initial_peer: PeerId, peer_ids: list[PeerId]) -> list[str]:
+        try:
+            return (await self._endpoint.call(initial_peer, REACHED, ReachedRequest(peer_ids), ANSWER_S)).hosts
+        except (Unavailable, PeerError) as error:
+            logger.debug("initial peer %s does not say where it has reached others: %s", initial_peer, error)
+            return []

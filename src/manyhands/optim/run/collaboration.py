@@ -104,8 +104,8 @@ class Collaboration:
             self.progress, is_auxiliary=self.is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
         belief = self.tracker.branches.belief
-        belief.initial_peers = presence.dht.initial_peers
-        self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
+        belief.initial_peers = initial_peers = presence.dht.initial_peers
+        self._canvass = Canvass(presence.endpoint, presence.rng, initial_peers, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
         self.tracker.roster = lambda: self.local.roster
@@ -442,7 +442,10 @@ class Collaboration:
             raise Unavailable(self.no_state())
         while not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
             if not await self._canvass.brings_news():
-                raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
+                raise Unavailable(
+                    "neither this peer nor its initial peers have reached any of the peers that claim to have the "
+                    "state of the run"
+                )
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch, the best ones first."""

@@ -65,7 +65,7 @@ from manyhands.averaging.state.server import (
 )
 from manyhands.averaging.timing import ANSWER_S, STALL_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.optim.manifest import RunManifest
@@ -272,6 +272,9 @@ async def fetch_step(
             except BadEncoding as error:
                 raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
         return MissedStep(kept.manifest, mean_N)
+    except Unavailable:
+        endpoint.fell_short(stream)
+        raise
     finally:
         endpoint.release(stream)
 

@@ -86,7 +86,7 @@ class StateFollower:
         declare_run(self._peer.dht, self._run_id)
         presence = self._peer.presence
         self._reader = ProgressReader(presence.endpoint, presence.dht, self._run_id)
-        self._canvass = Canvass(presence.endpoint, presence.rng)
+        self._canvass = Canvass(presence.endpoint, presence.rng, presence.dht.initial_peers)
         presence.on_close.append(self._canvass.close)
 
     def _fetch_tokenizer(self) -> transformers.PreTrainedTokenizerFast:
