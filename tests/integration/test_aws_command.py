@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from botocore.loaders import JSONFileLoader, Loader
 from moto.cloudformation.models import CloudFormationBackend, Event, Stack
 from moto.server import ThreadedMotoServer
 
@@ -25,20 +23,6 @@ from tests.waiting import wait_until
 
 UP = ("aws", "up", "--name", "x", *IMAGES, "--source", "https://example.org/manyhands.whl")
 NOW = datetime.now(timezone.utc)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def models_are_read_once() -> Iterator[None]:
-    """Each session of boto3 reads its descriptions of AWS anew, 10 MB of EC2 alone."""
-    load_file = functools.cache(JSONFileLoader().load_file)
-
-    class Loading(JSONFileLoader):
-        def load_file(self, file_path: str) -> Any:
-            return load_file(file_path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "FILE_LOADER_CLASS", Loading)
-        yield
 
 
 @pytest.fixture(scope="module")
