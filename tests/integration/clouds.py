@@ -10,29 +10,44 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+from botocore.loaders import JSONFileLoader, Loader
 from moto import mock_aws
 
-from manyhands.cloud import Experiment
-from manyhands.cloud.stack import Region
+from manyhands.cli.main import run as run_command
 
 REGION = "us-east-1"
 UBUNTU = "ami-1e749f67"
 """An image of Ubuntu that the fake knows."""
 
 
-def experiment(**options: Any) -> Experiment:
-    return Experiment(**{"name": "x", "image": UBUNTU, "cpu_image": UBUNTU} | options)
+SOURCE = "git+https://example.org/it's.git"
+IMAGES = ("--image", UBUNTU, "--cpu-image", UBUNTU)
+
+
+_load_file = functools.cache(JSONFileLoader().load_file)
+
+
+class _ReadOnce(JSONFileLoader):
+    """Each session of boto3 reads its descriptions of AWS anew, 10 MB of EC2 alone."""
+
+    def load_file(self, file_path: str) -> Any:
+        return _load_file(file_path)
+
+
+Loader.FILE_LOADER_CLASS = _ReadOnce
 
 
 @functools.cache
-def scripts_of(experiment: Experiment, train_options: tuple[str, ...] = ()) -> dict[str, str]:
+def scripts_of(*options: str) -> dict[str, str]:
     """The scripts that machines run at their first start, by role, as the fake makes them from the template.
 
     The private address of the coordinator is replaced by its role.
+
+    Args:
+        options: those of ``manyhands aws up`` for the experiment x.
     """
     with mock_aws():
-        region = Region(REGION, print)
-        region.create(experiment, experiment.parameters(train_options) | region.parameters(experiment))
+        assert run_command(["aws", "up", "--name", "x", "--region", REGION, *IMAGES, "--source", SOURCE, *options]) == 0
         ec2 = boto3.client("ec2", REGION)
         (coordinator,) = [one for one in instances(ec2) if role_of(one) == "coordinator"]
         data = ec2.describe_instance_attribute(InstanceId=coordinator["InstanceId"], Attribute="userData")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.clouds import experiment, scripts_of, words_of
+from tests.integration.clouds import scripts_of, words_of
 from tests.process.commands import Command, running
 
 pytestmark = pytest.mark.process
@@ -23,7 +23,7 @@ def test_an_auxiliary_machine_keeps_the_state_when_all_workers_are_lost(
 ) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     options = ("--target-batch-size", "32", "--threads", "1", "--linger-s", "0")
-    scripts = scripts_of(experiment(auxiliary=1), options)
+    scripts = scripts_of("--auxiliary", "1", "--", *options)
     words = {role: words_of(script, tmp_path / role) for role, script in scripts.items()}
     with ExitStack() as machines:
 

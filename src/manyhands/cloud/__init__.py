@@ -1,3 +1,0 @@
-from manyhands.cloud.experiment import Experiment, NoAccount
-
-__all__ = ["Experiment", "NoAccount"]
