@@ -168,7 +168,7 @@ def train_apart(
             inner_step(model, optimizer, its, seen)
         if (step + 1) % num_local == 0:
             outer.param_groups[0]["lr"] = rule.rate_at((step + 1) // num_local, num_steps // num_local)
-            _average(rule, agreed, peers, weights, seen)
+            average(rule, agreed, peers, weights, seen)
             outer.step()
             for model in peers:
                 model.load_state_dict(agreed.state_dict())
@@ -176,7 +176,7 @@ def train_apart(
 
 
 @torch.no_grad()
-def _average(
+def average(
     rule: Rule, agreed: torch.nn.Module, peers: Sequence[torch.nn.Module], weights: Sequence[float], seen: Seen
 ) -> None:
     """Put the mean change into the agreed model's gradients."""

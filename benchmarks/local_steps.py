@@ -435,7 +435,7 @@ def extra_tokens(shown: Sequence[Row], rows: Sequence[Row]) -> float | None:
             (one["tokens"], one["heldout_loss"]) for one in rows if {**name_of(one), "steps": row["steps"]} == alike
         )
         for (fewer, higher), (more, lower) in itertools.pairwise(ones):
-            if lower <= row["heldout_loss"] <= higher and row["mode"] != "one":
+            if lower <= row["heldout_loss"] < higher and row["mode"] != "one":
                 way = math.log(higher / row["heldout_loss"]) / math.log(higher / lower)
                 shares.append(row["tokens"] / (fewer * (more / fewer) ** way) - 1)
     return statistics.mean(shares) if shares and len(shares) == len(shown) else None
