@@ -1,12 +1,16 @@
-"""Small language models, and the text that comes with the recipe, for local_steps.py."""
+"""Small language models, and text for them, for local_steps.py."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
 import random
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
@@ -23,6 +27,16 @@ WARM_UP_SHARE = 0.1
 LAST_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
 INIT = 0.05
+FOLDERS = (
+    "/usr/share/doc",
+    "/usr/share/perl",
+    "/usr/lib/python3",
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+)
+KINDS = (".py", ".pyi", ".rst", ".md", ".txt", ".pm", ".pod", ".h")
+FILE_BYTES = 200_000  # of one file; the rest is left out
+TOKENIZER_BYTES = 2_000_000  # of the text that the tokenizer is trained with
 
 Batch = dict[str, torch.Tensor]
 
@@ -37,6 +51,7 @@ class Size:
         batch: samples of a batch.
         rate: the highest learning rate.
         widths, layers: of each model.
+        text: "recipe", or "machine" for the sources and docs on this machine.
     """
 
     name: str
@@ -45,6 +60,12 @@ class Size:
     rate: float
     widths: dict[str, int]
     layers: int
+    text: str = "recipe"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of training text, so that no sample comes twice in four peers; the recipe's text is what it is."""
+        return 0 if self.text == "recipe" else 4 * (self.steps + 300) * self.batch * LENGTH  # steps are rounded up
 
 
 SIZES = {
@@ -79,8 +100,8 @@ class BySamples(torch.optim.AdamW):
     average, so its curve would have other steps in each mode.
     """
 
-    def __init__(self, model: torch.nn.Module, lr: float, num_steps: int) -> None:
-        super().__init__(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.99))
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, num_steps: int) -> None:
+        super().__init__(params, lr=lr, weight_decay=0.01, betas=(0.9, 0.99))
         self._num_done, self._num_steps = 0, num_steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -103,8 +124,14 @@ def rate_factor(step: int, num_steps: int) -> float:
 
 
 @functools.lru_cache(maxsize=1)
-def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids for training, in the order of the text, and of documents that are held out; each [samples, LENGTH]."""
+def samples(text: str = "recipe", num_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids for training, in the order of the text, and of documents that are held out; each [samples, LENGTH].
+
+    Args:
+        num_tokens: to stop at, with ``text="machine"``. The held-out documents do not depend on it.
+    """
+    if text == "machine":
+        return _samples_of_machine(num_tokens)
     documents = [document for document in texts() if document]
     tokenizer = train_tokenizer(documents, VOCABULARY)
     encoded = [tokenizer(list(document), add_special_tokens=False)["input_ids"] for document in documents]
@@ -116,6 +143,45 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
         heldout += streams[index := order.pop()]
         streams[index] = []
     return cut([token for stream in streams for token in stream]), cut(heldout)[:HELDOUT]
+
+
+def _samples_of_machine(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    files = files_of_machine()
+    first: list[str] = []
+    while sum(map(len, first)) < TOKENIZER_BYTES:
+        first.append(read(next(files)))
+    tokenizer = train_tokenizer([first], VOCABULARY)
+    heldout: list[int] = []
+    training: list[torch.Tensor] = []
+    num_read = 0
+    for content in itertools.chain(first, map(read, files)):
+        ids = [*tokenizer(content, add_special_tokens=False)["input_ids"], SEP_ID]
+        if len(heldout) < HELDOUT * LENGTH:
+            heldout += ids[: HELDOUT * LENGTH // 16]  # of many files
+            continue
+        training.append(torch.tensor(ids, dtype=torch.int16))
+        num_read += len(ids)
+        if num_read >= num_tokens:
+            return torch.cat(training)[: num_read // LENGTH * LENGTH].long().view(-1, LENGTH), cut(heldout)[:HELDOUT]
+    raise RuntimeError(f"this machine has text of {num_read} tokens, and {num_tokens} are needed")
+
+
+def files_of_machine() -> Iterator[Path]:
+    """Sources and docs, shuffled; of files with the same name and size only one."""
+    found: dict[tuple[str, int], Path] = {}
+    for folder in FOLDERS:
+        for where, _, names in os.walk(folder):
+            for name in names:
+                path = Path(where, name)
+                if path.suffix in KINDS and path.is_file() and (size := path.stat().st_size) > 2000:
+                    found.setdefault((name, size), path)
+    order = [found[key] for key in sorted(found)]
+    random.Random("files").shuffle(order)
+    yield from order
+
+
+def read(path: Path) -> str:
+    return path.read_bytes()[:FILE_BYTES].decode(errors="replace")
 
 
 def cut(tokens: Sequence[int]) -> torch.Tensor:
@@ -139,10 +205,10 @@ class Shards:
     which it shuffles.
     """
 
-    def __init__(self, kind: str, shards: str, num_peers: int, batch: int, seed: int) -> None:
-        self._kind, self._batch, self._seed, self._num_peers = kind, batch, seed, num_peers
+    def __init__(self, kind: str, shards: str, num_peers: int, size: Size, seed: int) -> None:
+        self._kind, self._batch, self._seed, self._num_peers = kind, size.batch, seed, num_peers
         self._is_iid = shards == "iid"
-        self._training = samples()[0]
+        self._training = samples(size.text, size.num_tokens)[0]
 
     def batch(self, peer: int, step: int) -> Batch:
         """A peer's batch of a step."""
@@ -172,10 +238,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 @torch.no_grad()
-def heldout_loss(kind: str, model: torch.nn.Module) -> float:
+def heldout_loss(kind: str, model: torch.nn.Module, size: Size) -> float:
     """Mean loss of the held-out samples, with the same masks each time."""
     model.eval()
-    batch = batch_of(kind, samples()[1], torch.Generator().manual_seed(0))
+    batch = batch_of(kind, samples(size.text, size.num_tokens)[1], torch.Generator().manual_seed(0))
     loss = float(model(**batch).loss)
     model.train()
     return loss

@@ -1,7 +1,7 @@
 """What local steps cost in quality, and what they save in traffic.
 
     python benchmarks/local_steps.py [--json FILE] [--quick] [--modes one,sync,...] [--jobs 2]
-                                     [--steps N] [--batch N] [--rate R]
+                                     [--steps N] [--batch N] [--rate R] [--text machine]
 
 Four peers train a small ALBERT (masked words) and a tiny GPT on the text that comes with the recipe. They run in one
 process on a virtual clock; the networking code is real: DHT, progress records, matchmaking, rounds and codecs. All
@@ -18,13 +18,24 @@ gradients clipped to 1; not tuned for any mode), from random parameters:
   sparse      of each 4096 values of a change the 64 largest, with 14 bits each (SparseLoCo)
   plain, nesterov   both outer optimizers, at H = 16 and 256, and plain at 100
 
+The modes ``arm-...`` are computed in a plain loop without a network, at H = 30 (that such a loop computes what peers do
+is shown by tests/simulation/test_local_identities.py). They compare what the outer step could be:
+
+  arm-plain, arm-nesterov   as above; arm-mild is (lr 0.28, momentum 0.5), arm-1.4 and arm-2 are rates of SGD
+  arm-...-falling           the outer rate falls in the last 30% of the averages
+  arm-norm                  the mean of each tensor gets the mean of the peers' norms, except embeddings
+  arm-muon, one-muon        Muon as the inner optimizer of the matrices
+  arm-unequal               batches of 1, 1, 2 and 4 parts; -squared weighs them by samples squared over steps
+
 The steps are rounded to a whole number of averages (``tokens`` says how many). ``+ef`` is error feedback. ``noniid``
 gives each peer another part of the text. ``sync`` must have the loss of ``one``.
 
 --quick has 500 steps of models of 0.1 and 0.2 million parameters, which takes minutes. ALBERT then learns little more
 than how often each token occurs: masked words need more samples before the loss falls further. So its figures say
 little about quality there; the bytes are real. The full table has 800 steps, and 1.3 and 1.9 million parameters.
---steps gives each peer another number of batches, --batch larger ones, and --rate another learning rate.
+--steps gives each peer another number of batches, --batch larger ones, and --rate another learning rate. --text machine
+takes sources and docs that Debian and PyPI packages have put on this machine in place of the recipe's text of 173,000
+tokens, so that no sample comes twice. It differs from machine to machine: compare only rows of one.
 
 A row is written as soon as it is there, and rows that are in the file are not computed again. The figures:
 
@@ -32,24 +43,32 @@ A row is written as soon as it is there, and rows that are in the file are not c
   tokens           of all peers
   bytes_per_peer   sent by one peer in training, on all streams, the mean of the peers; without joining and the download
                    of the state. Includes DHT and progress records: a batch takes 0.5 s of virtual time
+  cpu_s            of the process
+  clipped          the share of inner steps whose gradient was clipped
+  cosine           of two peers' changes, the mean over pairs and averages
+  ratio            the norm of the mean change over the mean of the norms; ratio_1 to ratio_3 of the first averages
   peak_mbit_s      the most that any peer sent in one second of virtual time, with lines that do not limit it: with
                    them, a line of so much bandwidth would not slow training down
 
 The table shows the mean over seeds, the loss over that of one process with the same seed, its spread (highest minus
-lowest) over the seeds, and how many times fewer bytes than sync.
+lowest) over the seeds, and how many times fewer bytes than sync. With rows of ``one`` of fewer steps in the file
+(--modes one --steps N), it also shows how many tokens more a mode took than one process takes to the same loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +78,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the simulate
 
 import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run
+from _local_arms import MuonBySamples, Rule, Seen, inner_step, train_apart
 from _local_tasks import LENGTH, MAX_GRAD_NORM, SIZES, BySamples, Shards, Size, heldout_loss, joined, new_model
 
 from manyhands.averaging import AveragingConfig
@@ -91,6 +111,7 @@ class Mode:
         H: batches of a peer between two averages; 0 is one process.
         codec: as in ``AveragingConfig``; ``+ef`` for error feedback.
         outer: None chooses it by H.
+        rule: computed in one process, without a network.
     """
 
     name: str
@@ -101,6 +122,7 @@ class Mode:
     fragments: int = 1
     overlap_steps: int = 0
     sparse: Sparse | None = None
+    rule: Rule | None = None
 
     def steps(self, wanted: int) -> int:
         """The number of batches: whole averages."""
@@ -123,6 +145,7 @@ class Mode:
 
 MODES = [
     Mode("one", 0),
+    Mode("one-muon", 0, rule=Rule(muon=True)),
     Mode("sync", 1),
     Mode("sync", 1, "int8"),
     Mode("local", 10),
@@ -141,9 +164,20 @@ MODES = [
     Mode("nesterov", 256, outer=nesterov),
     Mode("local", 25, shards="noniid"),
     Mode("local", 100, shards="noniid"),
+    Mode("arm-plain", 30, rule=Rule()),
+    Mode("arm-nesterov", 30, rule=Rule(0.7, 0.9)),
+    Mode("arm-mild", 30, rule=Rule(0.28, 0.5)),
+    Mode("arm-1.4", 30, rule=Rule(1.4)),
+    Mode("arm-2", 30, rule=Rule(2.0)),
+    Mode("arm-1.4-falling", 30, rule=Rule(1.4, falls_to=0.7)),
+    Mode("arm-nesterov-falling", 30, rule=Rule(0.7, 0.9, falls_to=0.3)),
+    Mode("arm-norm", 30, rule=Rule(restores_norm=True)),
+    Mode("arm-muon", 30, rule=Rule(muon=True)),
+    Mode("arm-unequal", 30, rule=Rule(parts=(1, 1, 2, 4))),
+    Mode("arm-unequal-squared", 30, rule=Rule(parts=(1, 1, 2, 4), squared=True)),
 ]
 MODELS = ("albert", "gpt")
-KEY = ("size", "steps", "batch", "rate", "model", "mode", "H", "codec", "shards", "seed")
+KEY = ("text", "size", "steps", "batch", "rate", "model", "mode", "H", "codec", "shards", "seed")
 
 
 @dataclass(frozen=True)
@@ -159,6 +193,7 @@ class Case:
         mode = self.mode
         size = self.size
         known = (
+            size.text,
             size.name,
             size.steps,
             size.batch,
@@ -180,33 +215,49 @@ class Training:
         self._mode, self._model, self._seed = case.mode, case.model, case.seed
         self._size = size = case.size
         self._num_steps = case.mode.steps(size.steps)
-        self._shards = Shards(case.model, case.mode.shards, PEERS, size.batch, case.seed)
+        self._shards = Shards(case.model, case.mode.shards, PEERS, size, case.seed)
 
     def row(self) -> Row:
         """Train, and return the figures."""
-        loss, sent_bytes, peak = self._alone() if self._mode.H == 0 else self._together()
+        began_s = time.process_time()
+        seen, sent_bytes, peak = Seen(), 0.0, 0.0
+        if self._mode.H and self._mode.rule is None:
+            loss, sent_bytes, peak = self._together()
+        else:
+            loss, seen = self._alone()
         return {
             "heldout_loss": round(loss, 5),
             "tokens": self._num_steps * PEERS * self._size.batch * LENGTH,
             "bytes_per_peer": round(sent_bytes),
             "peak_mbit_s": round(peak / MEGABIT, 3),
+            "cpu_s": round(time.process_time() - began_s, 1),
+            **(seen.row() if seen.steps else {}),
         }
 
     def _new_model(self) -> torch.nn.Module:
         return new_model(self._model, self._size, self._seed)
 
     def _new_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return BySamples(model, self._size.rate, self._num_steps)
+        return BySamples(model.parameters(), self._size.rate, self._num_steps)
 
-    def _alone(self) -> tuple[float, float, float]:
-        model = self._new_model()
-        optimizer = self._new_optimizer(model)
+    def _new_inner(self, model: torch.nn.Module) -> BySamples | MuonBySamples:
+        if self._mode.rule is not None and self._mode.rule.muon:
+            return MuonBySamples(model, self._size.rate, self._num_steps)
+        return BySamples(model.parameters(), self._size.rate, self._num_steps)
+
+    def _alone(self) -> tuple[float, Seen]:
+        """One process, or all peers in one."""
+        if self._mode.H and self._mode.rule is not None:
+            model, seen = train_apart(
+                self._mode.rule, self._mode.H, self._num_steps, self._size.batch,
+                self._new_model, self._new_inner, self._shards.batch,
+            )  # fmt: skip
+            return heldout_loss(self._model, model, self._size), seen
+        model, seen = self._new_model(), Seen()
+        inner = self._new_inner(model)
         for step in range(self._num_steps):
-            model(**joined([self._shards.batch(peer, step) for peer in range(PEERS)])).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-        return heldout_loss(self._model, model), 0.0, 0.0
+            inner_step(model, inner, joined([self._shards.batch(peer, step) for peer in range(PEERS)]), seen)
+        return heldout_loss(self._model, model, self._size), seen
 
     def _together(self) -> tuple[float, float, float]:
         mode, sent, losses = self._mode, Sent(), {}
@@ -228,7 +279,7 @@ class Training:
                 raise RuntimeError(f"{member.name} did not make all steps with the others: {counts}")
             if peer == 0:
                 with optimizer.agreed_parameters():
-                    losses[peer] = heldout_loss(self._model, member.model)
+                    losses[peer] = heldout_loss(self._model, member.model, self._size)
 
         swarm = Swarm(self._seed)
         if mode.overlap_steps:
@@ -331,11 +382,11 @@ def name_of(row: Row) -> Row:
 
 def table(rows: Sequence[Row], size: Size) -> list[str]:
     """Lines of text; a figure without its counterpart is left out."""
-    these = [size.name, size.steps, size.batch, size.rate]
+    these = [size.text, size.name, size.steps, size.batch, size.rate]
     chosen = {key: row for row in rows if [*(key := tuple(name_of(row).values()))][: len(these)] == these}
     lines = [
-        f"{'model':7} {'mode':10} {'H':>3} {'codec':8} {'shards':7} {'loss':>7} {'over one':>9} {'spread':>7} "
-        f"{'MB/peer':>9} {'fewer':>7} {'Mbit/s':>8}  seeds"
+        f"{'model':7} {'mode':20} {'H':>3} {'codec':8} {'shards':7} {'loss':>7} {'over one':>9} {'spread':>7} "
+        f"{'tokens':>7} {'clipped':>7} {'cosine':>7} {'ratio':>6} {'MB/peer':>9} {'fewer':>7} {'Mbit/s':>8}  seeds"
     ]
     for model in MODELS:
         for mode in MODES:
@@ -354,13 +405,40 @@ def table(rows: Sequence[Row], size: Size) -> list[str]:
                 per_token = mean_bytes / shown[0]["tokens"]
                 fewer = f"{statistics.mean(row['bytes_per_peer'] / row['tokens'] for row in sync) / per_token:.1f}x"
             lines.append(
-                f"{model:7} {mode.name:10} {mode.H:3} {mode.codec:8} {mode.shards:7} "
+                f"{model:7} {mode.name:20} {mode.H:3} {mode.codec:8} {mode.shards:7} "
                 f"{statistics.mean(row['heldout_loss'] for row in shown):7.4f} "
                 f"{f'{statistics.mean(over):+.2f}%' if over else '':>9} "
                 f"{f'{max(over) - min(over):.2f}%' if over else '':>7} "
+                f"{f'{extra:+.0%}' if (extra := extra_tokens(shown, rows)) is not None else '':>7} "
+                f"{mean_of(shown, 'clipped'):>7} {mean_of(shown, 'cosine'):>7} {mean_of(shown, 'ratio'):>6} "
                 f"{mean_bytes / 1e6:9.2f} {fewer:>7} {max(row['peak_mbit_s'] for row in shown):8.2f}  {len(shown)}"
             )
     return lines
+
+
+def mean_of(rows: Sequence[Row], name: str) -> str:
+    """Of a figure that some modes have."""
+    values = [row[name] for row in rows if name in row]
+    return f"{statistics.mean(values):.2f}" if values else ""
+
+
+def extra_tokens(shown: Sequence[Row], rows: Sequence[Row]) -> float | None:
+    """How many tokens more than one process to the same loss, as a share; None without rows to tell it.
+
+    Between two runs of one process of different lengths, the logarithm of the loss is taken as linear in that of the
+    tokens.
+    """
+    shares = []
+    for row in shown:
+        alike = {**name_of(row), "mode": "one", "H": 0, "codec": "none", "shards": "iid"}
+        ones = sorted(
+            (one["tokens"], one["heldout_loss"]) for one in rows if {**name_of(one), "steps": row["steps"]} == alike
+        )
+        for (fewer, higher), (more, lower) in itertools.pairwise(ones):
+            if lower <= row["heldout_loss"] < higher and row["mode"] != "one":
+                way = math.log(higher / row["heldout_loss"]) / math.log(higher / lower)
+                shares.append(row["tokens"] / (fewer * (more / fewer) ** way) - 1)
+    return statistics.mean(shares) if shares and len(shares) == len(shown) else None
 
 
 def chosen_modes(text: str) -> list[str]:
@@ -390,11 +468,13 @@ def main() -> None:
     parser.add_argument("--steps", type=positive_int, metavar="N", help="batches of each peer (default: see above)")
     parser.add_argument("--batch", type=positive_int, metavar="N", help="samples of a batch of each peer (default: 4)")
     parser.add_argument("--rate", type=positive, metavar="R", help="the highest learning rate (default: 0.002)")
+    parser.add_argument("--text", choices=["recipe", "machine"], default="recipe", help="(default: recipe)")
     options = parser.parse_args()
     size = SIZES["quick" if options.quick else "full"]
     size = replace(
-        size, steps=options.steps or size.steps, batch=options.batch or size.batch, rate=options.rate or size.rate
-    )
+        size, steps=options.steps or size.steps, batch=options.batch or size.batch, rate=options.rate or size.rate,
+        text=options.text,
+    )  # fmt: skip
     num_seeds = options.seeds or (1 if options.quick else 3)
     rows = kept_rows(options.json)
     known = [name_of(row) for row in rows]
