@@ -125,6 +125,7 @@ class RoundRunner:
         self._deadline = 0.0  # of the current round
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
+        self._num_capped = 0  # rounds in which this peer's weight was over the limit
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback, as the values that it belongs to are gone.
@@ -253,7 +254,22 @@ class RoundRunner:
             raise RoundAborted(str(error)) from error
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
-        return limited(group, self._limits) if self._limits is not None else group
+        if self._limits is None:
+            return group
+        counted = limited(group, self._limits, self.matchmaker.roster)
+        self._tell_capped(weight, next(one.weight for one in counted.members if one.peer_id == self._endpoint.peer_id))
+        return counted
+
+    def _tell_capped(self, given: float, counted: float) -> None:
+        """Log the first round in which this peer counts for less than it gives, the second, the fourth and so on."""
+        self._num_capped += counted < given
+        if counted < given and not self._num_capped & (self._num_capped - 1):
+            logger.info(
+                "This peer brings %g to this round and counts for %g, beside what the members of the run bring; it may "
+                "count for more once it has taken part in more rounds",
+                given,
+                counted,
+            )  # fmt: skip
 
     async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:
         """Exchange values and vote in a formed group, until the round is decided."""

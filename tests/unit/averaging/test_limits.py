@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from manyhands.averaging.round.limits import MemberLimits, capped_weights, limited, outsized, usual_norm
+from manyhands.averaging.messages import Group
+from manyhands.averaging.roster import QUALIFYING, Attendance, Roster, Standing
+from manyhands.averaging.round.limits import (
+    MAX_EARNED_RATIO,
+    OPEN_LIMITS,
+    MemberLimits,
+    capped_weights,
+    limited,
+    outsized,
+    usual_norm,
+)
 from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of
 
 LIMITS = MemberLimits()
@@ -54,6 +67,85 @@ def test_capped_weights_are_within_the_limits_and_small_weights_stay() -> None:
 def test_a_group_within_the_limits_is_as_it_was() -> None:
     group = group_of(3, weights=[3.0, 4.0, 5.0])
     assert limited(group, LIMITS) == group
+
+
+@pytest.mark.parametrize(
+    ("weights", "members", "earned", "capped"),
+    [
+        ([10.0, 12.0, 14.0, 400.0], {0, 1, 2}, [], [10.0, 12.0, 14.0, 12.0]),  # a guest counts for the median
+        ([10.0, 12.0, 400.0, 400.0], {0, 1, 2}, [], [10.0, 12.0, 36.0, 12.0]),
+        ([10.0, 12.0, 14.0, 5.0], {0, 1, 2}, [], [10.0, 12.0, 14.0, 5.0]),
+        ([10.0, 400.0, 400.0, 400.0, 400.0], {0}, [], [10.0] * 5),  # however many guests there are
+        ([10.0, 12.0, 400.0], {0, 1, 2}, [0.0, 0.0, 50.0], [10.0, 12.0, 50.0]),
+        ([10.0, 12.0, 40.0], {0, 1, 2}, [0.0, 0.0, 500.0], [10.0, 12.0, 40.0]),
+        ([10.0, 12.0, 2.0**52], {0, 1, 2}, [0.0, 0.0, 2.0**52], [10.0, 12.0, 12.0 * MAX_EARNED_RATIO]),
+        ([0.0, 12.0, 2.0**52], {0, 1}, [], [0.0, 12.0, 12.0]),  # one that gives nothing says nothing
+    ],
+)
+def test_guests_count_for_the_median_of_members_and_members_for_what_they_have_shown(
+    weights: list[float], members: set[int], earned: list[float], capped: list[float]
+) -> None:
+    assert capped_weights(weights, OPEN_LIMITS, members, earned) == capped
+
+
+NAMES = [PeerId(f"peer {number}") for number in range(4)]
+
+
+def group_with(weights: Sequence[float], names: Sequence[PeerId] = NAMES) -> Group:
+    group = group_of(len(weights), weights=list(weights))
+    members = [msgspec.structs.replace(one, peer_id=name) for one, name in zip(group.members, names, strict=False)]
+    return msgspec.structs.replace(group, members=members, leader=members[0].peer_id)
+
+
+def play(roster: Roster, weights: Sequence[float], num_rounds: int) -> tuple[Roster, list[float]]:
+    """Rounds with these given weights; returns the weight of the last peer in each."""
+    counted = []
+    for _ in range(num_rounds):
+        group = limited(group_with(weights), OPEN_LIMITS, roster)
+        roster = roster.after(Attendance.of(group.manifest(b"digest")))
+        counted.append(group.members[-1].weight)
+    return roster, counted
+
+
+def test_words_buy_a_stranger_no_weight() -> None:
+    roster, _ = play(Roster(), [10.0] * 3, 20)
+    roster, counted = play(roster, [10.0, 10.0, 10.0, 2.0**52], QUALIFYING)
+    assert counted == [10.0] * QUALIFYING, "as long as it is a guest"
+    roster, counted = play(roster, [10.0, 10.0, 10.0, 2.0**52], 3)
+    assert counted == [30.0] * 3
+
+
+def test_a_fast_peer_counts_for_all_that_it_computes_after_some_dozens_of_rounds() -> None:
+    """The figures are those of docs/adr/0045."""
+    roster, _ = play(Roster(), [10.0] * 3, 20)
+    _, counted = play(roster, [10.0, 10.0, 10.0, 400.0], 60)
+    assert counted[0] == 10.0
+    assert counted[QUALIFYING] == 30.0
+    assert counted == sorted(counted)
+    assert next(number for number, weight in enumerate(counted, 1) if weight > 30.0) == 14
+    assert next(number for number, weight in enumerate(counted, 1) if weight == 400.0) == 41
+
+
+def test_a_fast_founder_counts_for_three_times_the_median_at_first() -> None:
+    _, counted = play(Roster(), [10.0, 10.0, 10.0, 400.0], 2)
+    assert counted == [30.0, 30.0]
+
+
+def test_what_a_peer_has_earned_is_gone_once_it_is_at_fault_or_leaves() -> None:
+    member = Standing(QUALIFYING, is_member=True, contributed=4000.0)
+    roster = Roster({NAMES[3]: member} | {one: Standing(QUALIFYING, is_member=True) for one in NAMES[:3]})
+    assert roster.earned(NAMES[3]) == 400.0
+    accused = Attendance(NAMES[0], dict.fromkeys(NAMES, True), (), {NAMES[3]: NAMES[:2]})
+    assert roster.after(accused).standings[NAMES[3]].contributed == 0.0
+    guest = msgspec.structs.replace(member, is_member=False)
+    assert Roster({NAMES[3]: guest}).earned(NAMES[3]) == 0.0
+    assert Roster().earned(NAMES[3]) == 0.0
+
+
+def test_without_a_roster_all_contributors_are_members() -> None:
+    group = group_with([10.0, 12.0, 400.0, 11.0])
+    for roster in (None, Roster(), Roster({PeerId("elsewhere"): Standing(QUALIFYING, is_member=True)})):
+        assert [one.weight for one in limited(group, OPEN_LIMITS, roster).members] == [10.0, 12.0, 34.5, 11.0]
 
 
 def test_a_norm_over_ten_times_the_median_is_too_large() -> None:
