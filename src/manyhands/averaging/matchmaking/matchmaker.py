@@ -136,6 +136,7 @@ class Matchmaker:
         timeout_s: float = math.inf,
         *,
         may_reduce: bool = True,
+        norm: float = 0.0,
     ) -> Group:
         """Wait for the group of the next round at this peer's position.
 
@@ -144,6 +145,7 @@ class Matchmaker:
             gather_s: how long to wait for the others, instead of ``matchmaking_time_s``.
             timeout_s: this peer's time for the round, including this search.
             may_reduce: whether this peer should own a span.
+            norm: of this peer's values, where the round clips.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
@@ -151,7 +153,13 @@ class Matchmaker:
             raise RoundAborted("this peer leaves the run")
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
         self._own = Member(
-            self._endpoint.peer_id, addresses, self._endpoint.client_mode, float(weight), bandwidth, may_reduce
+            self._endpoint.peer_id,
+            addresses,
+            self._endpoint.client_mode,
+            float(weight),
+            bandwidth,
+            may_reduce,
+            norm=norm,
         )
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
