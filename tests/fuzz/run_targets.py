@@ -13,6 +13,7 @@ import torch
 
 from manyhands.averaging.allreduce.partition import owned_spans
 from manyhands.averaging.averager_presence import next_position
+from manyhands.averaging.codecs import shares_of
 from manyhands.averaging.grid.seats import Layout, Seat, Step
 from manyhands.averaging.messages import (
     ASK_IN_ROUND,
@@ -41,6 +42,7 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.peer_records import PEER_RECORD, PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster, check_roster, lineage_of, next_place
 from manyhands.averaging.round.count import Count
+from manyhands.averaging.round.limits import OPEN_LIMITS, limited
 from manyhands.averaging.round.round_machine import Exchanged, Finish, Round, Told
 from manyhands.averaging.round.round_machine import State as RoundState
 from manyhands.averaging.state.content import State, empty_content, sealed
@@ -65,7 +67,14 @@ from tests.unit.optim.fake_dht import FakeDht
 IDS = [identity_of(number).peer_id for number in range(1, 4)]
 AT = Position(7, lineage_of(b"", Roster()))
 MEMBERS = [
-    Member(peer_id, [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"], rank == 2, 1.5 * rank, 10**7 * rank)
+    Member(
+        peer_id,
+        [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"],
+        rank == 2,
+        1.5 * rank,
+        10**7 * rank,
+        norm=0.5 + 4.0 * rank,
+    )
     for rank, peer_id in enumerate(IDS)
 ]
 GROUP = Group(b"g" * 16, IDS[0], AT, MEMBERS)
@@ -143,6 +152,13 @@ def _joined(group: Group) -> None:
         spans = owned_spans(1000, bandwidths, group.min_span_numel, group.group_id)
         assert sum(span.stop - span.start for span in spans) == 1000
     assert math.isfinite(sum(member.weight for member in group.members))
+    counted = limited(group, OPEN_LIMITS, roster, clips=True)
+    for member, given in zip(counted.members, group.members, strict=True):
+        assert 0 <= member.weight <= given.weight
+        assert 0 <= member.scale <= 1
+    shares = shares_of([one.weight for one in counted.members], [one.scale for one in counted.members],
+                       [rank for rank, one in enumerate(counted.members) if one.weight > 0])  # fmt: skip
+    assert all(0 <= part <= 1 for share in shares.values() for part in share)
 
 
 def _join_request(data: bytes) -> None:

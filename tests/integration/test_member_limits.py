@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from manyhands.averaging.codecs import Unscaled
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import CommittedRound
@@ -28,15 +30,27 @@ async def round_of(
     weights: Sequence[float] | None = None,
     codec: str = "none",
     norms_before: Sequence[float | None] | None = None,
+    aggregate: str = "clip",
+    said: float | None = None,
+    shapes: Sequence[Sequence[int]] = (SHAPE,),
 ) -> list[CommittedRound]:
-    config = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec)
+    """A round of peers with these vectors.
+
+    Args:
+        said: the norm that the last peer says.
+    """
+    config = AveragingConfig(
+        matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec, aggregate=aggregate
+    )
     async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
         peers = sorted(members, key=lambda member: member[2].peer_id)
+        if said is not None:
+            peers[-1][0]._norm_of = lambda *_: said  # type: ignore[method-assign]
         weights, norms_before = weights or [1.0] * len(vectors), norms_before or [None] * len(vectors)
         async with time_limit(PATIENCE_S, "waiting for the round"):
             return await asyncio.gather(
                 *(
-                    runner.average(vector_N, weight, shapes=[SHAPE], norm_before=norm)
+                    runner.average(vector_N, weight, shapes=shapes, norm_before=norm)
                     for (runner, _, _), vector_N, weight, norm in zip(
                         peers, vectors, weights, norms_before, strict=True
                     )
@@ -79,12 +93,72 @@ async def test_values_that_are_too_large_are_left_out_and_the_member_is_named(ki
         vectors[rank][:] = 1e38
     else:
         vectors[rank][123_456] = 3e37
-    results = await round_of(vectors, codec=codec)
+    results = await round_of(vectors, codec=codec, aggregate="mean")
     (liar,) = {result.manifest.members[rank] for result in results}
     check(results, vectors, [float(other != rank) for other in range(4)], 0.5 if codec == "int4" else 0.02)
     for result in results:
         assert result.blamed == (liar,)
         assert f"the values of peer {liar} are too large" in result.reason
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "other"])
+@pytest.mark.parametrize("kind", ["reversed", "everywhere", "one value"])
+async def test_values_that_are_too_large_count_for_twice_the_usual_norm(kind: str, rank: int, codec: str) -> None:
+    vectors = list(map(values_of, range(4)))
+    if kind == "reversed":
+        vectors[rank] *= -100.0
+    elif kind == "everywhere":
+        vectors[rank][:] = 1e30
+    else:
+        vectors[rank][123_456] = 3e33
+    results = await round_of(vectors, codec=codec)
+    expected = [vector.double() for vector in vectors]
+    norms = [vector.norm().item() for vector in expected]
+    expected[rank] *= 2.0 * statistics.median(norms) / norms[rank]
+    for result in results:
+        assert result.blamed == ()
+        assert result.manifest.clipped == [result.manifest.members[rank]]
+        assert result.manifest.weights == [1.0] * 4
+        assert result.averaged_N is not None
+        assert torch.equal(result.averaged_N, results[0].averaged_N)
+        off = (result.averaged_N.double() - sum(expected) / 4).norm().item()
+        assert off < (0.1 if codec == "int4" else 0.02) * norms[rank - 1]
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_where_nobody_is_over_the_limit_the_mean_is_the_plain_one(codec: str) -> None:
+    vectors = list(map(values_of, range(4)))
+    vectors[1] *= 1.9
+    weights = [8.0, 8.0, 10.0, 12.0]
+    clipped, plain = [await round_of(vectors, weights, codec, aggregate=one) for one in ("clip", "mean")]
+    for one, other in zip(clipped, plain, strict=True):
+        assert one.averaged_N is not None
+        assert other.averaged_N is not None
+        assert torch.equal(one.averaged_N, other.averaged_N)
+        assert one.manifest.clipped == []
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_a_member_that_sends_more_than_it_has_said_is_left_out_and_named(codec: str) -> None:
+    """Also far below ten times the usual norm."""
+    vectors = list(map(values_of, range(4)))
+    vectors[-1] *= -1.5
+    results = await round_of(vectors, codec=codec, said=values_of(0).norm().item())
+    check(results, vectors, [1.0, 1.0, 1.0, 0.0], 0.02)
+    for result in results:
+        assert result.blamed == (result.manifest.members[-1],)
+
+
+async def test_a_clipped_member_weighs_less_where_values_are_no_gradient() -> None:
+    """Else the parameters and running statistics that all have in common would shrink."""
+    gradients = list(map(values_of, range(4)))
+    gradients[2] *= 40.0
+    vectors = [torch.cat([one, torch.full((500,), 3.0)]) for one in gradients]
+    for result in await round_of(vectors, shapes=[SHAPE, Unscaled((500,))]):
+        assert result.averaged_N is not None
+        torch.testing.assert_close(result.averaged_N[NUMEL:], torch.full((500,), 3.0))
+        assert result.averaged_N[:NUMEL].norm() < gradients[0].norm()
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])

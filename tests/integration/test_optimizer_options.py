@@ -26,6 +26,7 @@ from tests.trainers import new_model, peers
 OTHER_AVERAGING = AveragingConfig(
     matchmaking_time_s=2.5, averaging_timeout_s=11.0, stream_timeout_s=3.5, in_doubt_timeout_s=1.5, chunk_bytes=4096,
     codec="fp16", error_feedback=True, min_span_bytes=64, bandwidth_mbit_s=80.0, max_group_size=40,
+    aggregate="mean",
 )  # fmt: skip
 OTHER_PROGRESS = ProgressConfig(
     min_refresh_s=0.3, max_refresh_s=4.0, default_refresh_s=0.7, expected_drift_peers=5.0, expected_drift_rate=0.4,

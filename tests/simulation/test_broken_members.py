@@ -79,9 +79,19 @@ def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
 Lie = Callable[[torch.Tensor, float], tuple[torch.Tensor, float]]
 
 
-def run_with_liar(lie: Lie, num_honest: int = 3) -> tuple[Swarm, dict[str, int]]:
-    """Three that train, and one whose vectors and weights are others than it has computed."""
-    swarm, losses = Swarm(seed=2), {}
+SAME = 5
+"""The seed of the samples with which the loss is found in the end."""
+
+
+def run_with_liar(
+    lie: Lie, num_honest: int = 3, aggregate: str = "clip", *, is_alike: bool = False
+) -> tuple[Swarm, dict[str, float]]:
+    """Three that train, and one whose vectors and weights are others than it has computed.
+
+    Args:
+        is_alike: all have the same samples in each step.
+    """
+    swarm, losses = Swarm(seed=2), dict[str, float]()
     names = [*HONEST[:num_honest], "liar"]
 
     def train(member: Member) -> None:
@@ -96,11 +106,15 @@ def run_with_liar(lie: Lie, num_honest: int = 3) -> tuple[Swarm, dict[str, int]]
             others_are_done = swarm.done >= set(HONEST[:num_honest]) - {member.name}
             if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
                 break
-            member.step(loss_of(member.model, 100 * step + names.index(member.name)))
-        losses[member.name] = loss_of(member.model, 5).item()
+            seed = SAME if is_alike else 100 * step + names.index(member.name)
+            member.step(loss_of(member.model, seed))
+        losses[member.name] = loss_of(member.model, SAME).item()
 
     for name in names:
-        swarm.start(name, new_model, sgd, train, target_batch_size=BATCH * num_honest, batch_size_per_step=BATCH)
+        swarm.start(
+            name, new_model, sgd, train, target_batch_size=BATCH * num_honest, batch_size_per_step=BATCH,
+            averaging=replace(PLAIN, aggregate=aggregate),
+        )  # fmt: skip
     swarm.run()
     return swarm, losses
 
@@ -108,8 +122,10 @@ def run_with_liar(lie: Lie, num_honest: int = 3) -> tuple[Swarm, dict[str, int]]
 def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None:
     swarm, _ = run_with_liar(lambda flat_N, weight: (flat_N, 2.0**52))
     honest = [swarm.members[name] for name in HONEST]
+    computed = sum(member.optimizer.statistics.samples_computed for member in honest)
     for member in honest:
-        assert member.optimizer.statistics.samples_of_all < 20_000, "a hundred times the median each time, at most"
+        counted = member.optimizer.statistics.samples_of_all
+        assert counted <= 2 * computed, "three times the median at most, which is as much as the three have"
         assert member.optimizer.statistics.rounds_committed == NUM_STEPS
 
 
@@ -121,13 +137,43 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         "reversed": lambda flat_N: -100.0 * flat_N,
         "one value": lambda flat_N: flat_N.clone().index_fill_(0, torch.tensor([4321]), 3e38),
     }
-    swarm, losses = run_with_liar(lambda flat_N, weight: (spoil[kind](flat_N), weight))
+    swarm, losses = run_with_liar(lambda flat_N, weight: (spoil[kind](flat_N), weight), aggregate="mean")
     honest = [swarm.members[name] for name in HONEST]
     for member in honest:
         counts = member.optimizer.statistics
         assert counts.updates_refused == 0
         assert counts.rounds_committed == NUM_STEPS
         assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
+
+
+@pytest.mark.parametrize("factor", [-1.0, -9.0, -10.0, -100.0])
+def test_one_of_four_that_reverses_its_gradient_takes_half_or_three_quarters_of_each_step(factor: float) -> None:
+    """However large it is: it counts for two ordinary ones at most, and nobody is left out."""
+    swarm, losses = run_with_liar(lambda flat_N, weight: (factor * flat_N, weight), is_alike=True)
+    for member in (swarm.members[name] for name in HONEST):
+        assert member.optimizer.statistics.rounds_committed == NUM_STEPS
+        assert member.optimizer.statistics.samples_dropped == 0
+        expected = loss_after(NUM_STEPS, (3 + max(factor, -2.0)) / 4)
+        assert losses[member.name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_reversed_gradient_with_a_huge_weight_undoes_no_step() -> None:
+    """It counts for three times the median weight: as much as the three others."""
+    swarm, losses = run_with_liar(lambda flat_N, weight: (-flat_N, 100.0 * weight), is_alike=True)
+    for member in (swarm.members[name] for name in HONEST):
+        assert member.optimizer.statistics.rounds_committed == NUM_STEPS
+        assert losses[member.name] == pytest.approx(loss_after(0, 1.0), rel=1e-4)
+
+
+def loss_after(num_steps: int, share: float) -> float:
+    """The loss after so many steps with this share of the gradient, where all have the same samples."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * share)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model, SAME).backward()
+        optimizer.step()
+    return loss_of(model, SAME).item()
 
 
 # strangers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.round.limits import MemberLimits, capped_weights
+from manyhands.averaging.round.limits import OPEN_LIMITS, capped_weights
 from manyhands.optim import Lamb
 from tests.simulation.swarm_of_trainers import Batch, Member, Swarm, assert_equal_parameters, cut, together
 from tests.sweeps import few_of
@@ -66,7 +66,8 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 def splits_of(seed: int) -> list[list[list[int]]]:
     """For each step and peer the sizes of its batches; some peers have none in some steps.
 
-    No peer has so much more than the others that it counts for less: see :mod:`manyhands.averaging.round.limits`.
+    No peer has so much more than the others that it counts for less: see :mod:`manyhands.averaging.round.limits`. All
+    have some in the first step, which founds the run: else they would be guests for some steps.
     """
     rng = random.Random(seed)
     steps: list[list[list[int]]] = []
@@ -76,7 +77,7 @@ def splits_of(seed: int) -> list[list[list[int]]]:
         owners = [rng.randrange(NUM_PEERS) for _ in sizes]
         of_peers = [[size for size, own in zip(sizes, owners, strict=True) if own == peer] for peer in range(NUM_PEERS)]
         weights = [float(sum(of_peer)) for of_peer in of_peers]
-        if capped_weights(weights, MemberLimits()) == weights:
+        if capped_weights(weights, OPEN_LIMITS) == weights and (steps or all(weights)):
             steps.append(of_peers)
     return steps
 

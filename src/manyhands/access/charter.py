@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Limits for the contribution of one member to a round.
 
     Attributes:
-        max_weight_ratio: its weight, as a multiple of the median of its group.
+        max_weight_ratio: its weight, as a multiple of the median of its group; it may earn more than that.
         max_weight_share: its weight, as a share of its group's, in groups of 5 and more.
         max_norm_ratio: the norm of its values, as a multiple of the median of its group.
     Raises:

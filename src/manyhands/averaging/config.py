@@ -20,6 +20,8 @@ SPARSE = re.compile(r"sparse(-\d+){3}-[\d.e-]+")
 """The codec of ``LocalSteps(sparse=...)``, as :attr:`manyhands.averaging.codecs.Sparse.setting` writes it."""
 CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
 """The names in :mod:`manyhands.averaging.codecs`, which needs torch."""
+CLIP, MEAN = "clip", "mean"
+AGGREGATES = (CLIP, MEAN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class AveragingConfig:
         codec: how values are encoded: ``none`` (exact), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
             when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors are
             always exact. All peers of a run must have the same setting.
+        aggregate: how the members' values become one: ``mean``, or ``clip``, the mean in which values more than twice
+            as large as usual, by their L2 norm, count scaled down to that. So one member moves a step no further than
+            two ordinary ones of its weight. Where nobody is over that, and with fewer than three members, the two are
+            the same. All peers of a run must have the same setting. A :class:`manyhands.Averager` takes the mean.
         error_feedback: add the error of a lossy codec in one round to the values of the next, so that nothing is lost
             in the long run; for gradients and the like. It takes memory of four vectors, half of it only during a
             round. Each peer may have its own setting.
@@ -56,6 +62,7 @@ class AveragingConfig:
     in_doubt_timeout_s: float = 3.0
     chunk_bytes: int = 4 * DEFAULT_CHUNK_NUMEL
     codec: str = AUTO
+    aggregate: str = CLIP
     error_feedback: bool = False
     min_span_bytes: int = 16 * 1024
     bandwidth_mbit_s: float | None = None
@@ -80,6 +87,9 @@ class AveragingConfig:
         if self.codec not in (AUTO, *CODEC_NAMES) and not self.is_sparse:
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
+        if self.aggregate not in AGGREGATES:
+            names = ", ".join(AGGREGATES)
+            raise ConfigError(f"aggregate {self.aggregate!r} is unknown; one of {names}, for example {CLIP!r}")
         if self.bandwidth_mbit_s is not None and not 0 < number_of(self.bandwidth_mbit_s) <= MAX_BANDWIDTH_MBIT_S:
             raise ConfigError(
                 f"bandwidth_mbit_s={self.bandwidth_mbit_s!r} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "

@@ -25,6 +25,8 @@ MAX_WEIGHT = 2.0**32
 """Limit of the samples behind one peer's vector: so sums of many stay finite, and whole numbers exact."""
 MAX_SUM_WEIGHT = 2.0**52
 """Limit of the samples behind the mean of many peers, in a grid of groups."""
+MAX_NORM = 2.0**160
+"""Limit of the norm of one peer's vector; no vector of finite float32 has a larger one."""
 MAX_BANDWIDTH = 10**12
 """Limit in bytes per second; far above any link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
@@ -36,6 +38,8 @@ NAME_BYTES = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
+Norm = Annotated[float, msgspec.Meta(ge=0, le=MAX_NORM)]
+Scale = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # fits a host name of 253 characters, a port and a peer id
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
@@ -43,7 +47,7 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 ExchangeNumber = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 LateNumber = Annotated[int, msgspec.Meta(ge=0, le=2)]
-MarkNumber = Annotated[int, msgspec.Meta(ge=0, le=7)]
+MarkNumber = Annotated[int, msgspec.Meta(ge=0, le=15)]
 MAX_PARTS = 4096
 
 
@@ -80,9 +84,10 @@ class Mark(enum.IntFlag):
     CLIENT = 1  # it cannot be dialled
     IDLE = 2  # it gave a weight of 0
     LEFT_OUT = 4  # it was not in the last exchange of the round
+    CLIPPED = 8  # its values counted scaled down
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """One member of a formed group.
 
     Attributes:
@@ -91,6 +96,8 @@ class Member(msgspec.Struct, frozen=True):
         may_reduce: false of a member that was blamed in its last round, and of guests while there is trouble: it owns a
             span only if nobody else can.
         is_met: whether all other members can exchange with it although it is a client, as the leader says.
+        norm: the L2 norm of its values, as it says; 0 if it does not say, as in rounds that do not clip.
+        scale: the factor with which its values count; not sent, as it follows from the norms (:mod:`.round.limits`).
     """
 
     peer_id: PeerIdText
@@ -100,6 +107,8 @@ class Member(msgspec.Struct, frozen=True):
     bandwidth: Bandwidth = 0
     may_reduce: bool = True
     is_met: bool = False
+    norm: Norm = 0.0
+    scale: Scale = 1.0
 
     @property
     def can_reduce(self) -> bool:
@@ -170,6 +179,8 @@ class Group(msgspec.Struct, frozen=True, dict=True):
                 mark |= Mark.IDLE
             if members is not None and rank not in members:
                 mark |= Mark.LEFT_OUT
+            elif member.weight > 0 and member.scale < 1:
+                mark |= Mark.CLIPPED
             marks.append(int(mark))
         return RoundManifest(
             self.group_id,
@@ -218,6 +229,11 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     def left_out(self) -> frozenset[int]:
         """Ranks of the members that were not in the last exchange."""
         return frozenset(rank for rank, mark in enumerate(self.marks) if mark & Mark.LEFT_OUT)
+
+    @property
+    def clipped(self) -> list[PeerId]:
+        """The members whose values counted scaled down."""
+        return [peer_id for peer_id, mark in zip(self.members, self.marks, strict=True) if mark & Mark.CLIPPED]
 
     def contributors(self) -> dict[PeerId, float]:
         """The members whose values count, with their weights."""

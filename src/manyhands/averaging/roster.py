@@ -6,9 +6,11 @@ lineage of a position covers it.
 ==================================================  =================================================================
 in a committed round a peer                         its standing after it
 ==================================================  =================================================================
-gave values, and was in the last exchange           *complete*: ``complete`` rises by one, ``missed`` is 0
+gave values, and was in the last exchange           *complete*: ``complete`` rises by one, ``missed`` is 0, and
+                                                    ``contributed`` rises by the weight that it counted for
 is accused by two members; or by one, and by        *at fault*: it is a guest, ``complete`` is 0, ``faults`` rises by
-another one in an earlier round                     one; at most a third of the members are demoted in one round
+another one in an earlier round                     one, ``contributed`` is 0; at most a third of the members are
+                                                    demoted in one round
 is accused by one member                            it is *doubted*, and else stays as it was; if it is a member, its
                                                     accuser stays as it was, too
 accuses several members that no other one accuses   it is at fault, and those that it accuses are not doubted
@@ -39,6 +41,8 @@ there are members, but at least one. If not more than half of the members took p
 that are over, as the round may be that of a split. After ``MAX_FROZEN`` such rounds in a row the complete peers are the
 members of a roster that is founded anew.
 
+A member may count for more than the others once it has contributed much: see :meth:`Roster.earned`.
+
 Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS`` complete rounds take one fault away.
 
 A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
@@ -56,7 +60,16 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.messages import Count, Late, Mark, PeerIdText, Position, RoundManifest
+from manyhands.averaging.messages import (
+    MAX_SUM_WEIGHT,
+    Count,
+    Late,
+    Mark,
+    PeerIdText,
+    Position,
+    RoundManifest,
+    Weight,
+)
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 
@@ -64,6 +77,8 @@ QUALIFYING = 3
 """Complete rounds after which a guest may become a member, and after which a doubt is forgotten."""
 GOOD_ROUNDS = 10
 """Complete rounds that take one fault away."""
+ROUNDS_PER_WEIGHT = 10
+"""A member may give in one round what it has contributed in this many: so its weight grows by a tenth in each."""
 MAX_FAULTS = 2
 """Faults are counted up to this number; a peer with so many is barred for some rounds after the last one."""
 BARRED_ROUNDS = 3
@@ -96,6 +111,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         cleared: the number of complete rounds since that accusation; 0 while it is not doubted.
         faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
         fault_round: the number of the round in which it was last at fault.
+        contributed: the weight that it has counted for, in all complete rounds since then.
     """
 
     complete: Count = 0
@@ -107,9 +123,10 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     cleared: Count = 0
     faults: Count = 0
     fault_round: Count = 0
+    contributed: Weight = 0.0
 
-    def completed(self) -> Standing:
-        """The standing after a round in which the peer did its part."""
+    def completed(self, weight: float) -> Standing:
+        """The standing after a round in which the peer did its part, and counted for this weight."""
         complete = self.complete + 1
         faults = self.faults
         if complete >= GOOD_ROUNDS:
@@ -120,14 +137,23 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         if cleared >= QUALIFYING:
             cleared = 0
             doubted_by = PeerId("")
+        contributed = min(self.contributed + weight, MAX_SUM_WEIGHT)
         return msgspec.structs.replace(
-            self, complete=complete, missed=0, faults=faults, doubted_by=doubted_by, cleared=cleared
+            self,
+            complete=complete,
+            missed=0,
+            faults=faults,
+            doubted_by=doubted_by,
+            cleared=cleared,
+            contributed=contributed,
         )
 
     def at_fault(self, number: int) -> Standing:
         """The standing after a round with this number, in which the peer was at fault."""
         faults = min(self.faults + 1, MAX_FAULTS)
-        return msgspec.structs.replace(self, complete=0, is_member=False, faults=faults, fault_round=number)
+        return msgspec.structs.replace(
+            self, complete=0, is_member=False, faults=faults, fault_round=number, contributed=0.0
+        )
 
     def barred_rounds(self, number: int) -> int:
         """For how many rounds the peer gets no place, after the round with this number."""
@@ -142,6 +168,7 @@ class Attendance(msgspec.Struct, frozen=True):
         unproven: members that gave a weight of 0, or were not in the last exchange.
         accused: for each accused peer, its accusers; only peers that gave a weight are accused.
         late: the kind of peers that were waited for in vain when the group formed (:class:`Late`).
+        weights: what the members counted for; 0 where it is not said, as in a step alone, which nobody else has seen.
     """
 
     leader: PeerId
@@ -149,6 +176,7 @@ class Attendance(msgspec.Struct, frozen=True):
     unproven: Collection[PeerId] = ()
     accused: Mapping[PeerId, Collection[PeerId]] = {}
     late: int = Late.NOBODY
+    weights: Mapping[PeerId, float] = {}
 
     @staticmethod
     def of(manifest: RoundManifest) -> Attendance:
@@ -172,7 +200,7 @@ class Attendance(msgspec.Struct, frozen=True):
                 if others := accusers - {peer_id}:
                     accused[peer_id] = frozenset(others)
         group = {peer_id: not mark & Mark.CLIENT for peer_id, mark in zip(members, manifest.marks, strict=True)}
-        return Attendance(leader, group, frozenset(unproven), accused, manifest.late)
+        return Attendance(leader, group, frozenset(unproven), accused, manifest.late, manifest.contributors())
 
     @staticmethod
     def alone(peer_id: PeerId, *, can_lead: bool) -> Attendance:
@@ -245,6 +273,11 @@ class Roster(msgspec.Struct, frozen=True):
         standing = self.standings.get(peer_id)
         return standing.barred_rounds(self.round) if standing is not None else 0
 
+    def earned(self, peer_id: PeerId) -> float:
+        """The weight for which a member may count in any case, as it has contributed much more in earlier rounds."""
+        standing = self.standings.get(peer_id)
+        return standing.contributed / ROUNDS_PER_WEIGHT if standing is not None and standing.is_member else 0.0
+
     @property
     def is_calm(self) -> bool:
         """Whether guests may become members: there was little trouble lately, for so many members."""
@@ -301,7 +334,7 @@ class Roster(msgspec.Struct, frozen=True):
             if peer_id in at_fault:
                 changed = changed.at_fault(number)
             elif peer_id in result.complete:
-                changed = changed.completed()
+                changed = changed.completed(attendance.weights.get(peer_id, 0.0))
             elif peer_id in result.doubted:
                 changed = msgspec.structs.replace(changed, doubted_by=result.doubted[peer_id], cleared=0)
             if changed.missed <= MAX_MISSED or changed.barred_rounds(number):
@@ -403,6 +436,7 @@ class Roster(msgspec.Struct, frozen=True):
                 can_lead=attendance.group[peer_id],
                 faults=before.faults,
                 fault_round=before.fault_round,
+                contributed=min(before.contributed + attendance.weights.get(peer_id, 0.0), MAX_SUM_WEIGHT),
             )
         standings = _limited(standings)
         former = [peer_id for peer_id in (*self.former, *sorted(self.members)) if peer_id not in standings]
@@ -442,6 +476,7 @@ def check_roster(roster: Roster) -> None:
             (one.faults, MAX_FAULTS),
             (one.led, roster.round),
             (one.fault_round, roster.round),
+            (one.contributed, MAX_SUM_WEIGHT),
         )
         if any(not 0 <= count <= most for count, most in counts):
             raise ValueError(f"its roster has impossible counts for peer {peer_id!r}")

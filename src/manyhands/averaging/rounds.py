@@ -16,15 +16,15 @@ import torch
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.streams import PartnerStreams
-from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.codecs import INT4, INT8, NONE, Feedbacks, codec_named, codec_of_code, plan_of, sent_norm
+from manyhands.averaging.config import CLIP, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
+from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
 from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
-from manyhands.averaging.round.limits import MemberLimits, limited
+from manyhands.averaging.round.limits import MAX_BEYOND, MemberLimits, limited, trusted
 from manyhands.averaging.round.times import RoundTimes, is_pace_known
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -125,6 +125,7 @@ class RoundRunner:
         self._deadline = 0.0  # of the current round
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
+        self._num_capped = 0  # rounds in which this peer's weight was over the limit
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback, as the values that it belongs to are gone.
@@ -180,11 +181,13 @@ class RoundRunner:
         self._meter = meter if meter is not None else RoundMeter()
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         shapes = shapes if shapes is not None else [flat_N.shape]
-        group = await self._find_group(weight, gather_s)
+        clips = self._limits is not None and self._config.aggregate == CLIP and norm_before is None
+        norm = await run_to_end(functools.partial(self._norm_of, flat_N, shapes, part)) if clips and weight > 0 else 0.0
+        group = await self._find_group(weight, norm, gather_s, clips=clips)
         formed_at = self._loop.time()
         leader_ends_at = formed_at + (group.time_left_s or math.inf)
         ends_at = min(self._deadline, leader_ends_at)
-        contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
+        contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before, clips=clips)
         hurried = frozenset(self.matchmaker.hurried(group.members))
         times = RoundTimes(self._config, group, contribution.rank, self._deadline, ends_at, hurried)
         voters = self.matchmaker.voters(group.members)
@@ -242,18 +245,49 @@ class RoundRunner:
             by_codec_s=by_codec_s,
         )
 
-    async def _find_group(self, weight: float, gather_s: float | None) -> Group:
+    def _norm_of(self, flat_N: torch.Tensor, shapes: Shapes, part: int) -> float:
+        """The norm of what this peer will send, at most: its values and, with error feedback, what was not sent before.
+
+        Integers of buffers and the like do not count. 0 if a value is not finite: then nothing is sent.
+        """
+        feedbacks = self._feedbacks.get(part)
+        setting = self._config.codec
+        plan = plan_of(shapes, codec_named(setting) if self._config.is_sparse else NONE, dtype=flat_N.dtype)
+        if self._config.is_sparse:
+            norm = sent_norm(plan, flat_N, feedbacks.sent if feedbacks is not None else None)
+        else:
+            norm = plan.norm(flat_N) + (feedbacks.sent.norm() if feedbacks is not None else 0.0)
+        return norm if norm <= MAX_NORM else 0.0
+
+    async def _find_group(self, weight: float, norm: float, gather_s: float | None, *, clips: bool) -> Group:
         started, timeout_s = self._loop.time(), self._left_s()
         try:
             async with time_limit(timeout_s, "looking for a group"):
                 bandwidth = self._bandwidth.bandwidth
                 may_reduce = self._bandwidth.may_reduce
-                group = await self.matchmaker.find_group(weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce)
+                group = await self.matchmaker.find_group(
+                    weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce, norm=norm
+                )
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
-        return limited(group, self._limits) if self._limits is not None else group
+        if self._limits is None:
+            return group
+        counted = limited(group, self._limits, self.matchmaker.roster, clips=clips)
+        self._tell_capped(weight, next(one.weight for one in counted.members if one.peer_id == self._endpoint.peer_id))
+        return counted
+
+    def _tell_capped(self, given: float, counted: float) -> None:
+        """Log the first round in which this peer counts for less than it gives, the second, the fourth and so on."""
+        self._num_capped += counted < given
+        if counted < given and not self._num_capped & (self._num_capped - 1):
+            logger.info(
+                "This peer brings %g to this round and counts for %g, beside what the members of the run bring; it may "
+                "count for more once it has taken part in more rounds",
+                given,
+                counted,
+            )  # fmt: skip
 
     async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:
         """Exchange values and vote in a formed group, until the round is decided."""
@@ -299,6 +333,8 @@ class RoundRunner:
         refill: Refill | None,
         part: int,
         norm_before: float | None,
+        *,
+        clips: bool,
     ) -> Contribution:
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
@@ -309,12 +345,14 @@ class RoundRunner:
             feedbacks = self._feedbacks.get(part)
             if feedbacks is None or feedbacks.plan.segments != plan.segments:  # the first round, or another codec
                 self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
-            weight = group.members[rank].weight
-            if weight > 0 and not plan.passes_on:  # the feedback of a sparse codec is not scaled
-                feedbacks.sent.share = weight / sum(member.weight for member in group.members)
+            own = group.members[rank]
+            if own.weight > 0 and not plan.passes_on:  # the feedback of a sparse codec is not scaled
+                feedbacks.sent.share = own.weight * own.scale / sum(member.weight for member in group.members)
+                feedbacks.sent.grow_at_most((MAX_BEYOND - 1) / 2 * own.norm if clips else math.inf)
         return Contribution(
             group=group, rank=rank, flat_N=flat_N, plan=plan, refill=refill, memory=self.memory,
             feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
+            clips=clips, usual_of=trusted(group, self.matchmaker.roster),
         )  # fmt: skip
 
     def _left_s(self) -> float:

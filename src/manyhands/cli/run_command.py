@@ -46,7 +46,8 @@ def create(
         ),
     ] = None,
     max_weight_ratio: Annotated[
-        float, Parameter(help="Largest weight of a member in a round, as a multiple of its group's median.")
+        float,
+        Parameter(help="Largest weight of a member in a round, as a multiple of the median; later it may earn more."),
     ] = Limits().max_weight_ratio,
     max_weight_share: Annotated[
         float, Parameter(help="Largest weight of a member, as a share of its group's, in groups of 5 and more.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from manyhands.averaging.codecs import Chosen
+from manyhands.averaging.codecs import Chosen, Unscaled
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import bare_names
@@ -49,7 +49,7 @@ class ExtraTensors:
         self._in_order = sorted(range(len(named)), key=lambda at: not named[at][1].is_floating_point())
         num_floats = sum(tensor.numel() for tensor in self.agreed_floats)
         num_integers = sum(tensor.numel() for tensor in self.agreed) - num_floats
-        shapes = [(num_floats,), Chosen((num_integers,))]
+        shapes = [Unscaled((num_floats,)), Chosen((num_integers,))]
         self.shapes = [shape for shape in shapes if math.prod(shape)]
 
     def contribution(self) -> torch.Tensor:

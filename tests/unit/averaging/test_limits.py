@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from manyhands.averaging.round.limits import MemberLimits, capped_weights, limited, outsized, usual_norm
+from manyhands.averaging.messages import Group
+from manyhands.averaging.roster import QUALIFYING, Attendance, Roster, Standing
+from manyhands.averaging.round.limits import (
+    CLIP_RATIO,
+    OPEN_LIMITS,
+    MemberLimits,
+    capped_weights,
+    clipping_scales,
+    counted_norms,
+    limited,
+    outsized,
+    usual_norm,
+)
 from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of
 
 LIMITS = MemberLimits()
@@ -54,6 +69,157 @@ def test_capped_weights_are_within_the_limits_and_small_weights_stay() -> None:
 def test_a_group_within_the_limits_is_as_it_was() -> None:
     group = group_of(3, weights=[3.0, 4.0, 5.0])
     assert limited(group, LIMITS) == group
+
+
+@pytest.mark.parametrize(
+    ("weights", "members", "earned", "capped"),
+    [
+        ([10.0, 12.0, 14.0, 400.0], {0, 1, 2}, [], [10.0, 12.0, 14.0, 12.0]),  # a guest counts for the median
+        ([10.0, 12.0, 400.0, 400.0], {0, 1, 2}, [], [10.0, 12.0, 36.0, 12.0]),
+        ([10.0, 12.0, 14.0, 5.0], {0, 1, 2}, [], [10.0, 12.0, 14.0, 5.0]),
+        ([10.0, 400.0, 400.0, 400.0, 400.0], {0}, [], [10.0] * 5),  # however many guests there are
+        ([10.0] * 20 + [400.0], set(range(21)), [0.0] * 20 + [50.0], [10.0] * 20 + [50.0]),
+        ([10.0] * 20 + [40.0], set(range(21)), [0.0] * 20 + [500.0], [10.0] * 20 + [40.0]),
+        ([10.0] * 20 + [2.0**52], set(range(21)), [0.0] * 20 + [2.0**52], [10.0] * 20 + [100.0]),  # a third
+        ([10.0] * 20 + [400.0] * 2, set(range(22)), [0.0] * 20 + [2.0**52] * 2, [10.0] * 20 + [50.0] * 2),
+        ([10.0] * 3 + [400.0], set(range(4)), [0.0] * 3 + [2.0**52], [10.0] * 3 + [30.0]),
+        ([10.0] * 20 + [400.0], set(range(20)), [0.0] * 21, [10.0] * 21),
+        ([0.0, 12.0, 2.0**52], {0, 1}, [], [0.0, 12.0, 12.0]),  # one that gives nothing says nothing
+    ],
+)
+def test_guests_count_for_the_median_of_members_and_members_for_what_they_have_shown(
+    weights: list[float], members: set[int], earned: list[float], capped: list[float]
+) -> None:
+    assert capped_weights(weights, OPEN_LIMITS, members, earned) == capped
+
+
+NAMES = [PeerId(f"peer {number:02}") for number in range(81)]
+
+
+def group_with(weights: Sequence[float], names: Sequence[PeerId] = NAMES) -> Group:
+    group = group_of(len(weights), weights=list(weights))
+    members = [msgspec.structs.replace(one, peer_id=name) for one, name in zip(group.members, names, strict=False)]
+    return msgspec.structs.replace(group, members=members, leader=members[0].peer_id)
+
+
+def play(roster: Roster, weights: Sequence[float], num_rounds: int) -> tuple[Roster, list[float]]:
+    """Rounds with these given weights; returns the weight of the last peer in each."""
+    counted = []
+    for _ in range(num_rounds):
+        group = limited(group_with(weights), OPEN_LIMITS, roster)
+        roster = roster.after(Attendance.of(group.manifest(b"digest")))
+        counted.append(group.members[-1].weight)
+    return roster, counted
+
+
+def test_words_buy_a_stranger_no_weight() -> None:
+    roster, _ = play(Roster(), [10.0] * 3, 20)
+    roster, counted = play(roster, [10.0, 10.0, 10.0, 2.0**52], QUALIFYING)
+    assert counted == [10.0] * QUALIFYING, "as long as it is a guest"
+    roster, counted = play(roster, [10.0, 10.0, 10.0, 2.0**52], 3)
+    assert counted == [30.0] * 3
+
+
+def test_a_fast_peer_counts_for_more_after_some_dozens_of_rounds() -> None:
+    """The figures are those of docs/adr/0045."""
+    slow = [10.0] * 80
+    roster, _ = play(Roster(), slow, 5)
+    _, counted = play(roster, [*slow, 400.0], 45)
+    assert counted[0] == 10.0
+    assert counted[QUALIFYING] == 30.0
+    assert counted == sorted(counted)
+    assert next(number for number, weight in enumerate(counted, 1) if weight > 30.0) == 14
+    assert next(number for number, weight in enumerate(counted, 1) if weight == 400.0) == 41
+
+
+def test_those_that_earn_weight_can_at_most_cancel_the_others() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        weights = [2.0 ** rng.uniform(0, 40) for _ in range(rng.randint(3, 12))]
+        earned = [rng.choice([0.0, 2.0 ** rng.uniform(0, 52)]) for _ in weights]
+        plain = capped_weights(weights, OPEN_LIMITS)
+        counted = capped_weights(weights, OPEN_LIMITS, None, earned)
+        above = {rank for rank in range(len(weights)) if counted[rank] > plain[rank]}
+        assert all(plain[rank] <= counted[rank] <= max(plain[rank], earned[rank]) for rank in range(len(weights)))
+        others = math.fsum(counted[rank] for rank in range(len(weights)) if rank not in above)
+        least = math.fsum(plain[rank] for rank in above)
+        assert math.fsum(counted[rank] for rank in above) <= max(others / CLIP_RATIO, 0) + least
+
+
+def test_a_fast_founder_counts_for_three_times_the_median_at_first() -> None:
+    _, counted = play(Roster(), [10.0, 10.0, 10.0, 400.0], 2)
+    assert counted == [30.0, 30.0]
+
+
+def test_what_a_peer_has_earned_is_gone_once_it_is_at_fault_or_leaves() -> None:
+    member = Standing(QUALIFYING, is_member=True, contributed=4000.0)
+    roster = Roster({NAMES[3]: member} | {one: Standing(QUALIFYING, is_member=True) for one in NAMES[:3]})
+    assert roster.earned(NAMES[3]) == 400.0
+    accused = Attendance(NAMES[0], dict.fromkeys(NAMES[:4], True), (), {NAMES[3]: NAMES[:2]})
+    assert roster.after(accused).standings[NAMES[3]].contributed == 0.0
+    guest = msgspec.structs.replace(member, is_member=False)
+    assert Roster({NAMES[3]: guest}).earned(NAMES[3]) == 0.0
+    assert Roster().earned(NAMES[3]) == 0.0
+
+
+def test_without_a_roster_all_contributors_are_members() -> None:
+    group = group_with([10.0, 12.0, 400.0, 11.0])
+    for roster in (None, Roster(), Roster({PeerId("elsewhere"): Standing(QUALIFYING, is_member=True)})):
+        assert [one.weight for one in limited(group, OPEN_LIMITS, roster).members] == [10.0, 12.0, 34.5, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("norms", "weights", "members", "scales"),
+    [
+        ([1.0, 1.5, 2.0], [8.0] * 3, None, [1.0] * 3),
+        ([1.0, 1.0, 4.0], [8.0] * 3, None, [1.0, 1.0, 0.5]),
+        ([1.0, 1.0, 10.0, 10.0, 1.0], [8.0] * 5, None, [1.0, 1.0, 0.2, 0.2, 1.0]),
+        ([1.0, 100.0], [8.0] * 2, None, [1.0, 1.0]),  # of two, neither is the usual one
+        ([1.0, 100.0, 1.0], [8.0, 8.0, 0.0], None, [1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 1.0], [8.0] * 3, None, [1.0] * 3),
+        ([1.0, 100.0, 100.0, 100.0, 1.0], [8.0] * 5, {0, 4}, [1.0, 0.02, 0.02, 0.02, 1.0]),  # members say what is usual
+        ([1.0, 0.01, 0.01, 0.01, 1.0], [8.0] * 5, {0, 4}, [1.0] * 5),  # and guests cannot have them clipped
+        ([1.0, 1.0, 4.0], [16.0, 16.0, 4.0], None, [1.0] * 3),  # a small batch is noisier
+    ],
+)
+def test_values_count_for_twice_the_usual_norm_at_most(
+    norms: list[float], weights: list[float], members: set[int] | None, scales: list[float]
+) -> None:
+    assert clipping_scales(norms, weights, LIMITS, members) == scales
+
+
+def test_local_steps_may_be_as_long_as_they_are_many() -> None:
+    local = MemberLimits(norm_grows=True)
+    assert clipping_scales([20.0, 1.0, 1.0], [10.0, 1.0, 1.0], local) == [1.0] * 3
+    assert clipping_scales([40.0, 1.0, 1.0], [10.0, 1.0, 1.0], local) == [0.5, 1.0, 1.0]
+
+
+def test_a_group_has_the_scales_of_its_members_and_its_manifest_names_them() -> None:
+    group = group_with([8.0] * 4)
+    norms = [1.0, 1.0, 8.0, 1.0]
+    members = [
+        msgspec.structs.replace(one, norm=norm, scale=0.1) for one, norm in zip(group.members, norms, strict=True)
+    ]
+    group = msgspec.structs.replace(group, members=members)
+    clipped = limited(group, LIMITS, clips=True)
+    assert [one.scale for one in clipped.members] == [1.0, 1.0, 0.25, 1.0], "whatever scale they came with"
+    manifest = clipped.manifest(b"digest")
+    assert manifest.clipped == [NAMES[2]]
+    assert manifest.weights == [8.0] * 4, "it is clipped, and weighs what it has weighed"
+    plain = limited(group, LIMITS)
+    assert [one.scale for one in plain.members] == [1.0] * 4
+    assert plain.manifest(b"digest").clipped == []
+    assert Attendance.of(manifest) == Attendance.of(plain.manifest(b"digest")), "to the roster it is no fault"
+
+
+def test_values_beyond_what_their_member_has_said_are_not_counted() -> None:
+    group = group_with([8.0] * 4)
+    said, measured = [1.0, 1.0, 8.0, 1.0], [1.0, 1.09, 8.0, 1.2]
+    members = [msgspec.structs.replace(one, norm=norm) for one, norm in zip(group.members, said, strict=True)]
+    group = limited(msgspec.structs.replace(group, members=members), LIMITS, clips=True)
+    norms = counted_norms(group, measured)
+    assert norms == [1.0, 1.09, 2.0, math.inf]
+    assert outsized(norms, [8.0] * 4, LIMITS) == {3}
 
 
 def test_a_norm_over_ten_times_the_median_is_too_large() -> None:

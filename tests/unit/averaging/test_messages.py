@@ -144,7 +144,7 @@ def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:
         (Position(2**60, b""), Position),
         (msgspec.structs.replace(group_of(2), late=3), Group),
         (msgspec.structs.replace(group_of(2).manifest(b""), late=-1), RoundManifest),
-        (msgspec.structs.replace(group_of(2).manifest(b""), marks=[0, 8]), RoundManifest),
+        (msgspec.structs.replace(group_of(2).manifest(b""), marks=[0, 16]), RoundManifest),
         (msgspec.structs.replace(group_of(2).manifest(b""), leader=2**16), RoundManifest),
     ],
 )

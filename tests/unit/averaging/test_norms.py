@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.norms import Norms
-from manyhands.averaging.codecs import INT8, NONE, Chosen, Codec, Uncompared, plan_of
-from manyhands.averaging.codecs.codec import sampled_square_of, square_of
+from manyhands.averaging.codecs import (
+    INT4,
+    INT8,
+    NONE,
+    Chosen,
+    Codec,
+    ErrorFeedback,
+    Sparse,
+    Uncompared,
+    plan_of,
+    sent_norm,
+)
+from manyhands.averaging.codecs.codec import square_of
 
 NUM_VALUES = 5000
 
@@ -21,8 +32,7 @@ def test_norms_leave_out_uncompared_and_chosen_numbers(codec: Codec) -> None:
     values = [torch.cat([torch.full((NUM_VALUES + 107,), 1e-3 * times), torch.full((3,), 1e5)]) for times in (1, 30)]
     for vector in values:
         vector[NUM_VALUES : NUM_VALUES + 100] = 1.0
-    mean = (values[0] + values[1]) / 2
-    norms = Norms(plan, [1.0, 1.0])
+    norms = Norms(plan, 2)
     for chunk in (slice(0, 4000), slice(4000, plan.numel)):
         received = {}
         for rank, vector in enumerate(values):
@@ -30,9 +40,50 @@ def test_norms_leave_out_uncompared_and_chosen_numbers(codec: Codec) -> None:
             plan.encode(vector[chunk], chunk.start, room)
             received[rank] = room.view(torch.float32) if codec is NONE else room
         before = {rank: room.clone() for rank, room in received.items()}
-        sampled = {rank: sampled_square_of(vector[chunk]) for rank, vector in enumerate(values)}
-        norms.add(chunk, mean[chunk], sampled, square_of(mean[chunk]), received, mean[chunk])
+        norms.add(
+            chunk, {rank: square_of(vector[chunk]) for rank, vector in enumerate(values)}, received, values[0][chunk]
+        )
         assert all(torch.equal(room, received[rank]) for rank, room in before.items())
     one, other = norms.told()
     assert one == pytest.approx(1e-3 * math.sqrt(NUM_VALUES + 7), rel=0.01)
     assert other == pytest.approx(30 * one, rel=0.01)
+
+
+def test_a_vector_has_the_norm_that_its_reducers_measure() -> None:
+    plan = plan_of([(50, 100), Uncompared((100,)), (7,), Chosen((3,))], NONE)
+    vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(1))
+    vector[NUM_VALUES : NUM_VALUES + 100] = 1e30
+    vector[-3:] = 1e30
+    counted = torch.cat([vector[:NUM_VALUES], vector[NUM_VALUES + 100 : -3]])
+    assert plan.norm(vector) == pytest.approx(counted.norm().item(), rel=1e-5)
+    vector[0] = math.nan
+    assert plan.norm(vector) == math.inf
+
+
+def test_the_norm_that_is_said_with_a_sparse_codec_is_that_of_the_values_that_are_sent() -> None:
+    plan = plan_of([(100, 4096), (7,)], Sparse())
+    vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(1))
+    feedback = ErrorFeedback(plan)
+    for _ in range(3):
+        said, encoded = sent_norm(plan, vector, feedback), torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
+        sent = feedback.encode(vector, 0, encoded)
+        feedback.commit()
+        assert said == pytest.approx(sent.norm().item(), rel=1e-5)
+        assert said < plan.norm(vector)
+    assert sent_norm(plan, torch.full((plan.numel,), math.inf), feedback) == math.inf
+
+
+def test_what_error_feedback_adds_stays_within_what_was_said() -> None:
+    """Also where the share of a vector shrinks, so that the errors of the last one count many times."""
+    plan = plan_of([(1000, 100)], INT4)
+    vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(1))
+    feedback = ErrorFeedback(plan)
+    encoded = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
+    feedback.encode(vector, 0, encoded)
+    feedback.commit()
+    said = plan.norm(vector) + feedback.norm()
+    feedback.share = 0.001
+    assert feedback.encode(vector, 0, encoded).norm().item() > 2 * said
+    feedback.abort()
+    feedback.grow_at_most(0.05 * said)
+    assert feedback.encode(vector, 0, encoded).norm().item() < 1.05 * said

@@ -348,6 +348,8 @@ def test_the_digest_depends_on_the_values_alone() -> None:
         Roster({A: Standing(led=2)}, round=1),
         Roster({A: Standing(fault_round=2)}, round=1),
         Roster({A: Standing(complete=-1)}),
+        Roster({A: Standing(contributed=2.0**53)}),
+        Roster({A: Standing(contributed=float("nan"))}),
     ],
 )
 def test_a_roster_that_no_rounds_lead_to_is_refused(roster: Roster) -> None:
@@ -411,6 +413,8 @@ def test_every_roster_can_be_led_counts_to_its_limits_and_is_the_same_for_all(ro
         for peer_id, standing in one.standings.items():
             earlier = before.standings.get(peer_id, Standing())
             assert peer_id in complete or standing.complete <= earlier.complete
+            most = earlier.contributed + said.weights.get(peer_id, 0.0) * (peer_id in complete)
+            assert standing.contributed <= most, "nobody raises its own cap without a complete round"
             assert standing.faults >= earlier.faults or peer_id in complete
 
 

@@ -148,7 +148,7 @@ def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() 
     codec = Sparse(top=8, chunk=64)
     plan = Plan([Segment(0, 200, codec)])
     weights = [1.0, 0.0, 2.0, 5.0]
-    gathered = Gathered(plan, weights)
+    gathered = Gathered(plan, weights, [1.0] * len(weights))
     encoded = torch.empty(gathered.num_bytes(0, 200), dtype=torch.uint8)
     values = {rank: torch.randn(200, generator=torch.Generator().manual_seed(rank)) for rank in (0, 2, 3)}
     sent = {rank: encoded_by(codec, one) for rank, one in values.items()}
@@ -167,7 +167,7 @@ def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() 
 
 def test_a_tensor_that_is_not_averaged_is_that_of_the_largest_contributor() -> None:
     plan = Plan([Segment(0, 128, Sparse(top=8, chunk=64)), Segment(128, 131, NONE, is_chosen=True)])
-    gathered, mean = Gathered(plan, [1.0, 0.0, 2.0, 5.0]), torch.empty(plan.numel)
+    gathered, mean = Gathered(plan, [1.0, 0.0, 2.0, 5.0], [1.0] * 4), torch.empty(plan.numel)
     encoded, sent = torch.empty(gathered.num_bytes(0, plan.numel), dtype=torch.uint8), dict[int, torch.Tensor]()
     for rank in (0, 2, 3):
         sent[rank] = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
@@ -186,7 +186,7 @@ def passed_on(change: str) -> Butterfly:
     async def receive() -> Butterfly:
         values_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         butterfly = butterfly_of(group_of(2), 0, values_N, plan)
-        gathered = Gathered(plan, [1.0, 1.0])
+        gathered = Gathered(plan, [1.0, 1.0], [1.0, 1.0])
         (sent,) = [bytes(part) for part in list(butterfly._encoded_values(1))]
         (chunk,), rooms = butterfly.partition.chunks[1], butterfly._rooms_for_encoded(1)
         room = next(rooms)

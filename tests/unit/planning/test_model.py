@@ -69,7 +69,9 @@ def test_bytes_of_the_codecs_are_those_of_a_round() -> None:
     for name in CODECS_OF["local"]:
         codec = codec_named(Sparse().setting) if name == SPARSE else codec_named(name)
         plan = plan_of([(1, numel)], codec)
-        mean_bytes = Gathered(plan, [1.0] * 4).num_bytes(0, span) if name == SPARSE else plan.num_bytes(0, span)
+        mean_bytes = (
+            Gathered(plan, [1.0] * 4, [1.0] * 4).num_bytes(0, span) if name == SPARSE else plan.num_bytes(0, span)
+        )
         sent = 3 * plan.num_bytes(0, span) + 3 * mean_bytes
         assert bytes_of_step(run, constants, name) == pytest.approx(sent, rel=1e-3)
 

@@ -143,7 +143,7 @@ class Butterfly:
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = ContributionRecords(len(group.members), contributors)
         self._encoded = self._memory_of_means(memory)
-        self._norms = Norms(plan, self._weights) if is_measured else None
+        self._norms = Norms(plan, len(group.members)) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members) if is_measured else 0}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(

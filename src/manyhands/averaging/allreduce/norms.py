@@ -1,9 +1,8 @@
 """Adds up the size of each member's values at their reducer.
 
-The pass that averages a chunk also measures a sample of each member's values, in the same places for all members. That
-misses a few very large values, but these show in the mean: its norm is at most the mean of the members' norms. If it
-is far above what the samples allow, all values of the chunk are measured. All values are also measured in a chunk with
-numbers that do not count (:class:`Uncompared`), such as integers of buffers: these would hide small gradients.
+The pass that averages a chunk also measures each member's values. In a chunk with numbers that do not count
+(:class:`Uncompared`), such as integers of buffers, the others are measured once more without these, which would hide
+small gradients.
 """
 
 from __future__ import annotations
@@ -17,44 +16,31 @@ import torch
 from manyhands.averaging.codecs import Plan, square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-SUSPICIOUS = 4.0
-"""If a mean's norm exceeds the mean of the sampled norms by this factor, the samples have missed large values."""
 
 
 class Norms:
     """The norms of the members' values in one span."""
 
-    def __init__(self, plan: Plan, weights: Sequence[float]) -> None:
+    def __init__(self, plan: Plan, num_members: int) -> None:
         self._plan = plan
-        self._weights = weights
-        self._squares = [0.0] * len(weights)
+        self._squares = [0.0] * num_members
 
     def add(
         self,
         chunk: slice,
-        mean: torch.Tensor,
-        sampled: Mapping[int, float],
-        largest_square: float,
+        squares: Mapping[int, float],
         received: Mapping[int, torch.Tensor],
         own: torch.Tensor,
     ) -> None:
         """Add an averaged chunk.
 
         Args:
-            sampled: by rank of each contributor, an estimate of the sum of the squares of its values.
-            largest_square: the sum of the squares of the mean, or an upper bound of it.
+            squares: by rank of each contributor, the sum of the squares of its values.
             received: encoded chunks, by rank; the values of a contributor without one are ``own``.
         """
         gaps = self._plan.uncompared(chunk)
-        total = sum(self._weights[rank] for rank in sampled)
-        allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
-        is_suspicious = not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed
-        has_to_measure = bool(gaps) or is_suspicious
-        for rank, sampled_square in sampled.items():
-            if has_to_measure:
-                self._squares[rank] += self._square(received.get(rank, own), chunk, gaps)
-            else:
-                self._squares[rank] += sampled_square
+        for rank, square in squares.items():
+            self._squares[rank] += self._square(received.get(rank, own), chunk, gaps) if gaps else square
 
     def spoil(self, rank: int) -> None:
         """Mark a member that sent values that are not finite or cannot be decoded."""
@@ -71,7 +57,7 @@ class Norms:
             plain = torch.empty(chunk.stop - chunk.start, dtype=self._plan.dtype)
             self._plan.decode(values, chunk.start, plain)
             values = plain
-        elif gaps:
+        else:
             values = values.clone()
         for gap in gaps:
             values[gap] = 0

@@ -52,6 +52,7 @@ class Partition:
 
     Attributes:
         weights: by rank; 0 for members that do not take part.
+        scales: by rank, the factor with which the members' values count.
         means: how means are encoded.
         is_exact: whether values are sent unencoded.
         spans, numel, chunks: by rank; empty for a member that reduces nothing.
@@ -63,7 +64,8 @@ class Partition:
     def __init__(self, group: Group, members: Collection[int], plan: Plan) -> None:
         self.plan = plan
         self.weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(group.members)]
-        self.means = Gathered(plan, self.weights) if plan.passes_on else plan
+        self.scales = [member.scale for member in group.members]
+        self.means = Gathered(plan, self.weights, self.scales) if plan.passes_on else plan
         self.is_exact = plan.is_exact(0, plan.numel) and not plan.passes_on
         numel = plan.numel
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, is_finite, square_of
+from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -79,13 +79,13 @@ class SpanReducer:
         self._is_exact = partition.is_exact
         self._rank = rank
         self._weights = weights = partition.weights
+        self._scales = partition.scales
         self._flat_N = flat_N
         self._averaged_N = averaged_N
         self._encoded = encoded
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
-        self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values; estimated
-        self._square = 0.0  # sum of the squares of that chunk's mean, or an upper bound
+        self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -220,7 +220,7 @@ class SpanReducer:
                     own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
-            self._norms.add(chunk, self._averaged_N[chunk], self._squares, self._square, received, values)
+            self._norms.add(chunk, self._squares, received, values)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
@@ -239,13 +239,13 @@ class SpanReducer:
         for rank in present:
             with _blaming(rank):
                 values = torch.empty_like(mean)
-                square = self._plan.add(received[rank], chunk.start, 1.0, values, is_first=True, is_largest=True)
+                whole = Share(1.0, 1.0)
+                square = self._plan.add(received[rank], chunk.start, whole, values, is_first=True, is_largest=True)
             self._squares[rank] = square
         if not present:
             raise RoundAborted(NO_VALUES)
         means.fill(encoded, {rank: received[rank] for rank in present})
         means.decode(encoded, chunk.start, mean)
-        self._square = square_of(mean)
 
     def _average(
         self,
@@ -258,22 +258,22 @@ class SpanReducer:
     ) -> None:
         """Write the mean of the members' chunks and encode it; raises :class:`_SpoiltError` if a member spoils it.
 
-        Another way to combine the chunks, such as a robust mean, would go here.
+        Another way to combine the chunks, such as a robust mean, would go here. Values of members that are clipped are
+        scaled down by their shares.
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
         plan = self._plan
         num_done = 0
-        squares = np.zeros(len(present) + 1)
+        squares = np.zeros(len(present))
+        shares = shares_of(self._weights, self._scales, present)
         parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
-            weights = [self._weights[rank] for rank in present]
-            shares = [weight / sum(weights) for weight in weights]
+            factors = [shares[rank].of(parts[0], is_largest=False) for rank in present]
             mean = self._averaged_N[chunk]
-            num_done = parts[0].codec.average(own, kept, self._rooms, which, shares, mean, encoded, squares)
-        *given, self._square = squares.tolist()
-        self._squares = dict(zip(present, given, strict=True))
+            num_done = parts[0].codec.average(own, kept, self._rooms, which, factors, mean, encoded, squares)
+        self._squares = dict(zip(present, squares.tolist(), strict=True))
         if num_done == _numel(chunk):
             return
         at = plan.num_bytes(chunk.start, chunk.start + num_done)
@@ -281,7 +281,7 @@ class SpanReducer:
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
-        self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
+        self._add_up(shares, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
         if not self._is_exact:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
@@ -289,24 +289,20 @@ class SpanReducer:
             else:
                 plan.encode(mean, rest.start, encoded[at:])
                 plan.decode(encoded[at:], rest.start, mean)
-            if self._norms is not None:
-                self._square += square_of(mean)
 
     def _room_of(self, encoded: torch.Tensor) -> int:
         """The index of the room in which a chunk was received."""
         return (encoded.data_ptr() - self._rooms.data_ptr()) // self._rooms.stride(0)
 
     def _add_up(
-        self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
+        self, shares: Mapping[int, Share], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
     ) -> None:
         """Write the mean, one member after the other."""
-        if not present:
+        if not shares:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
-        total = sum(self._weights[rank] for rank in present)
-        largest = max(present, key=self._weights.__getitem__)
-        for rank in present:
-            share = self._weights[rank] / total
+        largest = max(shares, key=self._weights.__getitem__)
+        for number, (rank, share) in enumerate(shares.items()):
             is_unencoded = rank == self._rank or self._is_exact
             if rank == self._rank:
                 values = own
@@ -316,23 +312,16 @@ class SpanReducer:
                 values = received[rank]
             add = self._plan.add_values if is_unencoded else self._plan.add
             with _blaming(rank):
-                square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
+                square = add(values, chunk.start, share, mean, is_first=number == 0, is_largest=rank == largest)
             self._squares[rank] += square
         if not self._is_exact:
             return  # the codec has refused values that are not finite
-        if self._norms is not None:
-            self._square = square_of(mean)
-        if self._is_finite(mean):
+        if is_finite(mean):
             return
-        for rank in present:
+        for rank in shares:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
                 raise _SpoiltError(rank, "are not finite")
-        if not is_finite(mean):
-            raise NotFinite("NaN or infinite values cannot be averaged")
-
-    def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite; by the sum of their squares where the norms need that anyway."""
-        return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
+        raise NotFinite("NaN or infinite values cannot be averaged")
 
 
 def _numel(part: slice) -> int:

@@ -1,7 +1,7 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
-from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
+from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks, sent_norm
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import (
     ABSENT,
@@ -17,10 +17,13 @@ from manyhands.averaging.codecs.plan import (
     Gathered,
     Plan,
     Segment,
+    Share,
     Uncompared,
+    Unscaled,
     codec_named,
     codec_of_code,
     plan_of,
+    shares_of,
 )
 from manyhands.averaging.codecs.sparse import Sparse
 
@@ -43,13 +46,17 @@ __all__ = [
     "NotFinite",
     "Plan",
     "Segment",
+    "Share",
     "Sparse",
     "Uncompared",
+    "Unscaled",
     "check_finite",
     "codec_named",
     "codec_of_code",
     "is_finite",
     "plan_of",
     "prepare_kernels",
+    "sent_norm",
+    "shares_of",
     "square_of",
 ]

@@ -30,8 +30,6 @@ from manyhands.base.errors import ManyhandsError
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
 """Values in one dot product of :func:`square_of`: so few that BLAS computes it on the calling thread."""
-SAMPLED_OF = 64
-"""To estimate the norm of a large vector, one of this many rows is measured; of a small vector, a larger part."""
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -128,9 +126,8 @@ class Codec(abc.ABC):
             weights: the factor of each contribution, in the same order.
             mean_N: receives the decoded mean; contiguous, of the codec's dtype.
             out: receives the encoded mean; see :meth:`encode`.
-            squares: float64, shape [contributions + 1], to which the averaged values are added: to each of the first
-                elements an estimate of the sum of the squares of that contribution, to the last element an upper bound
-                of the sum of the squares of the mean.
+            squares: float64, shape [contributions], to which the sums of the squares of the averaged values of each
+                contribution are added.
         Returns:
             The number of values that were averaged, from the first on.
         """
@@ -142,7 +139,7 @@ class Codec(abc.ABC):
         places = np.array(which, dtype=np.int64)
         shares = np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
-        return self.piece_numel * int(run(*arrays, places, shares, squares, _one_in(mean_N.numel())))
+        return self.piece_numel * int(run(*arrays, places, shares, squares))
 
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
@@ -181,28 +178,14 @@ def largest_magnitude(values: torch.Tensor) -> float:
     return max(-low, high)  # NaN is in both
 
 
-def _one_in(numel: int) -> int:
-    """The step from one measured row to the next, where the norm of ``numel`` values is estimated."""
-    return max(1, min(SAMPLED_OF, numel // PRODUCT_NUMEL))
-
-
-def sampled_square_of(values: torch.Tensor) -> float:
-    """An estimate of :func:`square_of` from a sixty-fourth of the values, or more of a few; always the same ones."""
-    return square_of(values, _one_in(values.numel()))
-
-
-def square_of(values: torch.Tensor, every: int = 1) -> float:
-    """The sum of the squares of all values; infinite if one of them is not finite.
-
-    Args:
-        every: estimate the sum from each ``every``-th row of ``PRODUCT_NUMEL`` values; 1 measures all values.
-    """
+def square_of(values: torch.Tensor) -> float:
+    """The sum of the squares of all values; infinite if one of them is not finite."""
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
-    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every]
+    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)
     rest = flat[num_whole:]
     with np.errstate(over="ignore", invalid="ignore"):
-        square = every * float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
+        square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
     if math.isfinite(square):
         return square
     square = values.double().square().sum().item()  # float32 cannot overflow in float64

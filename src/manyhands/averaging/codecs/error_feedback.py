@@ -13,10 +13,12 @@ SignSGD, arXiv:1901.09847; Tang et al., DoubleSqueeze, arXiv:1905.05957 (feedbac
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from manyhands.averaging.codecs.codec import NotFinite, square_of
 from manyhands.averaging.codecs.plan import Plan
 
 MAX_SCALE = 1024.0
@@ -38,6 +40,7 @@ class ErrorFeedback:
 
     def __init__(self, plan: Plan) -> None:
         self.share = 1.0
+        self._max_scale = MAX_SCALE
         self._decay = plan.decay
         self._kept_share = 1.0  # the share that the residuals are scaled for
         self._plan = plan
@@ -50,18 +53,31 @@ class ErrorFeedback:
         Returns the values that receivers will decode, of the plan's dtype; raises as :meth:`Plan.encode`.
         """
         part = slice(start, start + values.numel())
-        scale = self._decay * min(self._kept_share / self.share, MAX_SCALE)
-        corrected = torch.add(values, self._residual_N[part], alpha=scale)
+        corrected = self.corrected(values, part)
         self._plan.encode(corrected, start, out)
         decoded = torch.empty_like(corrected)
         self._plan.decode(out, start, decoded)
         self._pending.append((part, corrected.sub_(decoded)))
         return decoded
 
+    def corrected(self, values: torch.Tensor, part: slice) -> torch.Tensor:
+        """The values of a part of the vector plus their residual."""
+        scale = self._decay * min(self._kept_share / self.share, self._max_scale)
+        return torch.add(values, self._residual_N[part], alpha=scale)
+
+    def norm(self) -> float:
+        """The L2 norm of the residuals."""
+        return math.sqrt(square_of(self._residual_N))
+
+    def grow_at_most(self, norm: float) -> None:
+        """Limit the residuals of this round to their present norm and this one; the rest is lost."""
+        present = self.norm() if norm < math.inf else 0.0
+        self._max_scale = min(MAX_SCALE, 1.0 + norm / present) if present else MAX_SCALE
+
     def commit(self) -> None:
         """Count the round: its errors are added in the next one."""
         if self._pending and self.share != self._kept_share:
-            self._residual_N.mul_(min(self._kept_share / self.share, MAX_SCALE))  # also where nothing was encoded
+            self._residual_N.mul_(min(self._kept_share / self.share, self._max_scale))  # also where nothing was encoded
             self._kept_share = self.share
         for part, residual in self._pending:
             self._residual_N[part] = residual
@@ -96,3 +112,28 @@ class Feedbacks:
         """Discard the round; no effect after a commit."""
         self.sent.abort()
         self.reduced.abort()
+
+
+def sent_norm(plan: Plan, flat_N: torch.Tensor, feedback: ErrorFeedback | None) -> float:
+    """The L2 norm of what is sent of a vector, as receivers decode it; infinite if the vector is not finite.
+
+    Like :meth:`Plan.norm`, for codecs that send a small part of the values only.
+    """
+    square = 0.0
+    for segment in plan.segments:
+        codec = segment.codec
+        step = max(codec.unit_numel, codec.block_numel - codec.block_numel % codec.unit_numel)
+        for start in range(segment.start, segment.stop, step):
+            part = slice(start, min(start + step, segment.stop))
+            values = flat_N[part] if feedback is None else feedback.corrected(flat_N[part], part)
+            encoded = torch.empty(plan.num_bytes(part.start, part.stop), dtype=torch.uint8)
+            decoded = torch.empty_like(values)
+            try:
+                plan.encode(values, part.start, encoded)
+            except NotFinite:
+                return math.inf
+            plan.decode(encoded, part.start, decoded)
+            for gap in plan.uncompared(part):
+                decoded[gap] = 0
+            square += square_of(decoded)
+    return math.sqrt(square)

@@ -11,10 +11,11 @@ import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, square_of
 from manyhands.averaging.codecs.floats import Bf16, Fp16, Plain, PlainFloat64
 from manyhands.averaging.codecs.int4 import Int4
 from manyhands.averaging.codecs.int8 import Int8
@@ -72,20 +73,68 @@ class Segment:
     Attributes:
         is_chosen: not averaged: all take over the values of the member with the most weight, of equal ones that with
             the lowest rank. Members whose values of a chunk did not come do not count there.
+        is_scaled: the values of a member that is clipped are scaled down; else that member weighs less.
     """
 
     start: int
     stop: int
     codec: Codec
     is_chosen: bool = False
+    is_scaled: bool = True
 
 
-class Uncompared(tuple[int, ...]):
+class Unscaled(tuple[int, ...]):
+    """The shape of a tensor that is no gradient, such as parameters or running statistics.
+
+    A member that is clipped weighs less there: to scale its values down would change what all have in common.
+    """
+
+
+class Uncompared(Unscaled):
     """The shape of a tensor that does not count in the norms of members' values, such as a buffer of integers."""
 
 
 class Chosen(Uncompared):
     """The shape of a tensor that is not averaged: all take over the tensor of the member with the most weight."""
+
+
+def _kind_of(segment: Segment) -> tuple[int, bool, bool]:
+    return id(segment.codec), segment.is_chosen, segment.is_scaled
+
+
+class Share(NamedTuple):
+    """One member's part of a mean.
+
+    Attributes:
+        scaled: the factor of its values in segments that are scaled.
+        unscaled: that in the others, where these factors of all members add up to 1.
+    """
+
+    scaled: float
+    unscaled: float
+
+    def of(self, segment: Segment, *, is_largest: bool) -> float:
+        """The factor of its values in a segment.
+
+        Args:
+            is_largest: whether chosen segments take over these values; see :class:`Segment`.
+        """
+        if segment.is_chosen:
+            return float(is_largest)
+        return self.scaled if segment.is_scaled else self.unscaled
+
+
+def shares_of(weights: Sequence[float], scales: Sequence[float], ranks: Sequence[int]) -> dict[int, Share]:
+    """The shares of the members of these ranks in their mean.
+
+    Args:
+        weights, scales: by rank; the weight of a member that is clipped counts in full.
+    """
+    total = sum(weights[rank] for rank in ranks)
+    unscaled = sum(weights[rank] * scales[rank] for rank in ranks) or total
+    return {
+        rank: Share(weights[rank] * scales[rank] / total, weights[rank] * scales[rank] / unscaled) for rank in ranks
+    }
 
 
 class Plan:
@@ -103,7 +152,7 @@ class Plan:
             numel = segment.stop
             if segment.start == segment.stop:
                 continue
-            if joined and joined[-1].codec is segment.codec and joined[-1].is_chosen == segment.is_chosen:
+            if joined and _kind_of(joined[-1]) == _kind_of(segment):
                 segment = replace(segment, start=joined.pop().start)
             joined.append(segment)
         self.segments = tuple(joined)
@@ -129,6 +178,12 @@ class Plan:
         """The parts of a chunk that do not count in norms, their bounds counted from the start of the chunk."""
         overlaps = (slice(max(chunk.start, part.start), min(chunk.stop, part.stop)) for part in self._uncompared)
         return [slice(one.start - chunk.start, one.stop - chunk.start) for one in overlaps if one.start < one.stop]
+
+    def norm(self, flat_N: torch.Tensor) -> float:
+        """The L2 norm of a whole vector, without the parts that do not count in norms; infinite if it is not finite."""
+        edges = [0, *(edge for part in self._uncompared for edge in (part.start, part.stop)), self.numel]
+        compared = zip(edges[::2], edges[1::2], strict=True)
+        return math.sqrt(sum(square_of(flat_N[start:stop]) for start, stop in compared))
 
     def num_bytes(self, start: int, stop: int) -> int:
         """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
@@ -159,42 +214,42 @@ class Plan:
         self,
         encoded: torch.Tensor,
         start: int,
-        share: float,
+        share: Share,
         total: torch.Tensor,
         *,
         is_first: bool,
         is_largest: bool,
     ) -> float:
-        """Like :meth:`decode`, but add the values times ``share`` to ``total``; the first ones overwrite it.
+        """Like :meth:`decode`, but add the member's share of the values to ``total``; the first ones overwrite it.
 
         Args:
-            is_largest: whether chosen segments take over these values; see :class:`Segment`.
+            is_largest: see :meth:`Share.of`.
         Returns:
-            An estimate of the sum of the squares of the values.
+            The sum of the squares of the values.
         """
         self._check_length(encoded, start, total)
         square = 0.0
         for part, some_total, place in self._parts(total, start, encoded):
             values = torch.empty_like(some_total)
             part.codec.decode(place, values)
-            square += sampled_square_of(values)
-            values.mul_(float(is_largest) if part.is_chosen else share)
+            square += square_of(values)
+            values.mul_(share.of(part, is_largest=is_largest))
             some_total.copy_(values) if is_first else some_total.add_(values)
         return square
 
     def add_values(
-        self, values: torch.Tensor, start: int, share: float, total: torch.Tensor, *, is_first: bool, is_largest: bool
+        self, values: torch.Tensor, start: int, share: Share, total: torch.Tensor, *, is_first: bool, is_largest: bool
     ) -> float:
         """Like :meth:`add`, of values that are not encoded."""
         square = 0.0
         for part in self.cut(start, start + total.numel()):
             run = slice(part.start - start, part.stop - start)
-            weight = float(is_largest) if part.is_chosen else share
-            square += sampled_square_of(values[run])
+            factor = share.of(part, is_largest=is_largest)
+            square += square_of(values[run])
             if is_first:
-                torch.mul(values[run], weight, out=total[run])
+                torch.mul(values[run], factor, out=total[run])
             else:
-                total[run].add_(values[run], alpha=weight)
+                total[run].add_(values[run], alpha=factor)
         return square
 
     def _check_length(self, encoded: torch.Tensor, start: int, values: torch.Tensor) -> None:
@@ -219,7 +274,8 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
     Tensors with fewer than two dimensions or fewer than ``EXACT_BELOW_NUMEL`` elements are exact.
 
     Args:
-        shapes: a :class:`Chosen` one is not averaged, and an :class:`Uncompared` one does not count in norms.
+        shapes: a :class:`Chosen` one is not averaged, an :class:`Uncompared` one does not count in norms, and in an
+            :class:`Unscaled` one a member that is clipped weighs less.
         codec: for the tensors that are not exact.
         dtype: dtype of the flat vector: float32, or float64, which is always encoded exactly.
     Raises:
@@ -233,7 +289,8 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
     for shape in shapes:
         numel = math.prod(shape)
         stays_exact = dtype == torch.float64 or numel < EXACT_BELOW_NUMEL or len(shape) < 2
-        segments.append(Segment(start, start + numel, exact if stays_exact else codec, isinstance(shape, Chosen)))
+        is_chosen, is_scaled = isinstance(shape, Chosen), not isinstance(shape, Unscaled)
+        segments.append(Segment(start, start + numel, exact if stays_exact else codec, is_chosen, is_scaled))
         if isinstance(shape, Uncompared):
             uncompared.append(slice(start, start + numel))
         start += numel
@@ -249,11 +306,13 @@ class Gathered:
     Args:
         plan: how each contribution is encoded.
         weights: weights of all members of the group, by rank; 0 for those that contribute nothing.
+        scales: by rank, the factor with which the members' values count.
     """
 
-    def __init__(self, plan: Plan, weights: Sequence[float]) -> None:
+    def __init__(self, plan: Plan, weights: Sequence[float], scales: Sequence[float]) -> None:
         self._plan = plan
         self._weights = weights
+        self._scales = scales
         self._contributors = [rank for rank, weight in enumerate(weights) if weight > 0]
 
     def num_bytes(self, start: int, stop: int) -> int:
@@ -285,8 +344,7 @@ class Gathered:
         present = {rank: slot for rank, slot in self.slots(encoded).items() if slot[0] == PRESENT}
         if not present:
             raise BadEncoding("no member's values are there")
-        total = sum(self._weights[rank] for rank in present)
+        shares = shares_of(self._weights, self._scales, list(present))
         largest = max(present, key=self._weights.__getitem__)
         for number, (rank, slot) in enumerate(present.items()):
-            share = self._weights[rank] / total
-            self._plan.add(slot[1:], start, share, out, is_first=number == 0, is_largest=rank == largest)
+            self._plan.add(slot[1:], start, shares[rank], out, is_first=number == 0, is_largest=rank == largest)

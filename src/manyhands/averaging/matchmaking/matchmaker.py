@@ -51,6 +51,7 @@ from manyhands.averaging.messages import (
     Position,
     readable_addresses,
 )
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S, SOON_S
 from manyhands.base.deadline import wait_at_most
@@ -135,6 +136,7 @@ class Matchmaker:
         timeout_s: float = math.inf,
         *,
         may_reduce: bool = True,
+        norm: float = 0.0,
     ) -> Group:
         """Wait for the group of the next round at this peer's position.
 
@@ -143,6 +145,7 @@ class Matchmaker:
             gather_s: how long to wait for the others, instead of ``matchmaking_time_s``.
             timeout_s: this peer's time for the round, including this search.
             may_reduce: whether this peer should own a span.
+            norm: of this peer's values, where the round clips.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
@@ -150,7 +153,13 @@ class Matchmaker:
             raise RoundAborted("this peer leaves the run")
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
         self._own = Member(
-            self._endpoint.peer_id, addresses, self._endpoint.client_mode, float(weight), bandwidth, may_reduce
+            self._endpoint.peer_id,
+            addresses,
+            self._endpoint.client_mode,
+            float(weight),
+            bandwidth,
+            may_reduce,
+            norm=norm,
         )
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
@@ -187,15 +196,20 @@ class Matchmaker:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
         return self._machine.stage is Stage.ASKING and self._machine.leader == leader
 
+    @property
+    def roster(self) -> Roster | None:
+        """The roster at this peer's position; None where peers do not share one."""
+        return self._meeting.attendees().roster
+
     def voters(self, group: Sequence[Member]) -> set[int]:
         """The ranks whose votes count in a round: the members of the run; all, if none of them is in the group."""
-        roster = self._meeting.attendees().roster
+        roster = self.roster
         members = roster.members if roster is not None else frozenset()
         return {rank for rank, one in enumerate(group) if one.peer_id in members} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> set[int]:
         """The ranks of guests for which nobody waits long in a round; they reduce only if nobody else can."""
-        roster = self._meeting.attendees().roster
+        roster = self.roster
         if roster is None:
             return set()
         guests = set(range(len(group))) - self.voters(group)

@@ -27,7 +27,7 @@ from manyhands.averaging.messages import (
     RoundManifest,
     Vote,
 )
-from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
+from manyhands.averaging.round.limits import MemberLimits, counted_norms, joined, outsized, usual_norm
 from manyhands.averaging.round.times import Ask, GiveUp, RoundTimes, Seen, Stragglers
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import LOOK_S
@@ -59,9 +59,11 @@ def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
 class Contribution:
     """One member's input to the exchanges of a round, and its result of the last one.
 
-    See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
+    See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the other arguments.
 
     Attributes:
+        clips: whether the members have said the norms of their values, and the group has their scales.
+        usual_of: ranks of the members whose norms say what is usual.
         means: the means of the last exchange; None if this member lacks some.
         manifest: the manifest with which the group would commit these means; None without them.
         outsized: ranks of members whose values are too large beside those of the others.
@@ -77,6 +79,8 @@ class Contribution:
     feedbacks: Feedbacks | None
     limits: MemberLimits | None
     norm_before: float | None
+    clips: bool
+    usual_of: Collection[int]
     means: Means | None = None
     manifest: RoundManifest | None = None
     outsized: set[int] = field(default_factory=set)
@@ -122,12 +126,14 @@ class Contribution:
             return []
         weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(self.group.members)]
         norms = joined(told, range(len(told)))
+        if self.clips:
+            norms = counted_norms(self.group, norms)
         at_least = 0.0
-        if (usual := usual_norm(norms, weights)) < math.inf:
+        if (usual := usual_norm(norms, weights, self.usual_of)) < math.inf:
             self.usual_norm = max(self.usual_norm, usual)
         if self.norm_before is not None:  # means may be as good as 0 where values cancel each other
             at_least = self.norm_before or norms[self.rank]
-        found = outsized(norms, weights, self.limits, at_least=at_least)
+        found = outsized(norms, weights, self.limits, self.usual_of, at_least=at_least)
         self.outsized |= found
         return [
             Complaint(rank, f"the values of peer {self.group.members[rank].peer_id} {OUTSIZED}", is_violation=True)

@@ -2,22 +2,42 @@
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means. Only in the
 later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). The norms of fewer than
-three members are not compared.
+three members are not compared, and nobody is clipped.
 
 ===========================  ===================================  ====================================================
 a member                     in this round                        after it
 ===========================  ===================================  ====================================================
-has too large a weight       its weight counts as the limit       nothing
-(here, ``limited``)
+has too large a weight       its weight counts as the limit       nothing; the manifest has the weight that counts
+(here, ``limited``)          below
+says, when it asks for a     they count scaled down to that, if   nothing; the manifest says ``CLIPPED``
+place, that its values are   ``aggregate="clip"``; its weight
+above ``CLIP_RATIO`` times   counts in full
+the usual norm (``limited``)
 sends values that are not    the reducer leaves them out, and     its samples are dropped; the manifest says
 finite (``SpanReducer``)     takes its norm for infinite          ``LEFT_OUT``: one accusation, by the leader
-has too large a norm (here,  all complain of it, nobody votes     the same
-``outsized``)                for the result, and the members
-                             exchange again without it
-                             (``count.py``)
+sends values beyond what it  all complain of it, nobody votes     the same
+has said, or whose norm is   for the result, and the members
+more than ten times the      exchange again without it
+usual one (here,             (``count.py``)
+``outsized``)
 sends other sizes, or for    its streams end, and it is lost      it is absent from the parts of the reducers that
 another round                                                     lacked its values: an accusation by each of them
 ===========================  ===================================  ====================================================
+
+The limit of a weight, where the *median* is that of the weights that members of the roster give in this round:
+
+=====================  =============================================================================================
+a guest                the median
+a member               three times the median, or a tenth of what it has contributed in complete rounds
+                       (:meth:`Roster.earned <manyhands.averaging.roster.Roster.earned>`); all that count for more than
+                       three times the median are together at most a third of the group
+no member gives any    all contributors count as members: in the first round of a run, in a grid, without a roster
+=====================  =============================================================================================
+
+The *usual* norm is the median of those of the same members. So words buy no weight (docs/adr/0045): a stranger counts
+as an ordinary member at most, and among many peers a fast member for all that it computes, once it has shown for some
+dozens of rounds that it does. And one member moves a mean no further than two ordinary ones of its weight
+(docs/adr/0046).
 
 What accusations cost it in the next rounds (:mod:`manyhands.averaging.roster`):
 
@@ -35,12 +55,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from manyhands.access.charter import Limits
 from manyhands.averaging.messages import Group
+from manyhands.averaging.roster import Roster
 
 
 class MemberLimits(Limits, frozen=True, kw_only=True):
@@ -54,65 +75,164 @@ class MemberLimits(Limits, frozen=True, kw_only=True):
     norm_grows: bool = False
 
 
-OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
-"""For runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
+OPEN_LIMITS = MemberLimits(max_weight_share=1.0)
+"""For runs without an owner (docs/adr/0045)."""
+CLIP_RATIO = 2.0
+"""Values count for at most this multiple of the usual norm: in ordinary steps of honest peers nobody is over it
+(``benchmarks/unlike_data.py``, docs/adr/0046)."""
+MAX_BEYOND = 1.1
+"""The norm that reducers measure may be so many times the one that was said: codecs change values a little."""
 
 
-def limited(group: Group, limits: MemberLimits) -> Group:
-    """The group with weights that are within the limits."""
-    weights = capped_weights([member.weight for member in group.members], limits)
-    capped = zip(group.members, weights, strict=True)
-    members = [msgspec.structs.replace(member, weight=weight) for member, weight in capped]
-    return msgspec.structs.replace(group, members=members)
+def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *, clips: bool = False) -> Group:
+    """The group with the weights that count, and the scale of each member's values.
+
+    Args:
+        roster: at the position of the group; None where peers do not share one.
+        clips: whether values that are too large count scaled down.
+    """
+    members = group.members
+    usual = trusted(group, roster)
+    earned = [roster.earned(member.peer_id) if roster is not None else 0.0 for member in members]
+    weights = capped_weights([member.weight for member in members], limits, usual, earned)
+    norms = [member.norm for member in members]
+    scales = clipping_scales(norms, weights, limits, usual) if clips else [1.0] * len(members)
+    counted = [
+        msgspec.structs.replace(member, weight=weight, scale=scale)
+        for member, weight, scale in zip(members, weights, scales, strict=True)
+    ]
+    return msgspec.structs.replace(group, members=counted)
 
 
-def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
-    """Cap each weight; to the share only where equal weights keep to it: a share of a quarter, from five members on."""
-    given = sorted(weight for weight in weights if weight > 0)
+def trusted(group: Group, roster: Roster | None) -> set[int]:
+    """The ranks whose weights say what is usual: the members of the roster that give one; all, if there are none."""
+    members = roster.members if roster is not None else frozenset()
+    ranks = {rank for rank, one in enumerate(group.members) if one.weight > 0 and one.peer_id in members}
+    return ranks or set(range(len(group.members)))
+
+
+def capped_weights(
+    weights: Sequence[float],
+    limits: MemberLimits,
+    members: Collection[int] | None = None,
+    earned: Sequence[float] = (),
+) -> list[float]:
+    """Cap each weight; to the share only where equal weights keep to it: a share of a quarter, from five members on.
+
+    Args:
+        members: ranks whose weights say what is usual; the others are guests. Default: all.
+        earned: by rank, the weight that a member may have however much the others give; default: none.
+    """
+    ranks = range(len(weights)) if members is None else members
+    given = [weights[rank] for rank in ranks if weights[rank] > 0]
     if not given:
         return list(weights)
-    cap = limits.max_weight_ratio * statistics.median(given)
-    share = limits.max_weight_share
-    if len(given) * share > 1.0:
-        rest = [min(weight, cap) for weight in given]
-        num_above = 0
-        while rest[-1] > (of_share := share * math.fsum(rest) / (1.0 - num_above * share)):
-            rest, num_above = rest[:-1], num_above + 1
-        cap = min(cap, of_share)  # exactly this share of all, if larger weights are cut down to it
-    return [min(weight, cap) for weight in weights]
+    usual = statistics.median(given)
+    caps = [limits.max_weight_ratio * usual if rank in ranks else usual for rank in range(len(weights))]
+    counted = [min(weight, cap) for weight, cap in zip(weights, caps, strict=True)]
+    for rank, weight in _earned_weights(weights, counted, earned).items():
+        counted[rank] = max(counted[rank], weight)
+    return _within_share(counted, limits.max_weight_share)
 
 
-def usual_norm(norms: Sequence[float], weights: Sequence[float]) -> float:
-    """The median norm of the members whose values have come; 0 if there are none."""
-    given = [norm for norm, weight in zip(norms, weights, strict=True) if weight > 0 and norm > 0]
-    return statistics.median(given) if given else 0.0
+def _earned_weights(weights: Sequence[float], counted: Sequence[float], earned: Sequence[float]) -> dict[int, float]:
+    """The weights of those that have earned more than they count for, cut down to a share of all.
+
+    Nobody checks that a member has computed what it says. So a patient liar earns, too, and this bounds what it can do:
+    values that are reversed and ``CLIP_RATIO`` times as large then cancel those of the others at most.
+    """
+    given = {rank: min(weights[rank], most) for rank, most in enumerate(earned) if weights[rank] > counted[rank]}
+    above = {rank: weight for rank, weight in given.items() if weight > counted[rank]}
+    others = math.fsum(weight for rank, weight in enumerate(counted) if rank not in above)
+    share = min(1.0, others / CLIP_RATIO / math.fsum(above.values())) if above else 1.0
+    return {rank: weight * share for rank, weight in above.items()}
+
+
+def _within_share(weights: Sequence[float], share: float) -> list[float]:
+    """Cut the largest weights down to a share of all, exactly."""
+    rest = sorted(weight for weight in weights if weight > 0)
+    if len(rest) * share <= 1.0:
+        return list(weights)
+    num_above = 0
+    while rest[-1] > (of_share := share * math.fsum(rest) / (1.0 - num_above * share)):
+        rest, num_above = rest[:-1], num_above + 1
+    return [min(weight, of_share) for weight in weights]
+
+
+def usual_norm(norms: Sequence[float], weights: Sequence[float], members: Collection[int] | None = None) -> float:
+    """The median norm of the members whose values have come, of all if none of these has come, or 0.
+
+    Args:
+        members: ranks whose norms say what is usual; by default all.
+    """
+    given = {rank: norm for rank, norm in enumerate(norms) if weights[rank] > 0 and norm > 0}
+    of_members = [norm for rank, norm in given.items() if members is None or rank in members]
+    return statistics.median(of_members or given.values()) if given else 0.0
+
+
+def clipping_scales(
+    norms: Sequence[float], weights: Sequence[float], limits: MemberLimits, members: Collection[int] | None = None
+) -> list[float]:
+    """The factor with which each member's values count, so that none is beyond ``CLIP_RATIO`` times the usual norm.
+
+    Args:
+        norms: of each member's values, as it says.
+        members: as for :func:`usual_norm`.
+    """
+    ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
+    usual = usual_norm(norms, weights, members)
+    if len(ranks) < 3:
+        return [1.0] * len(norms)
+    radius = {rank: CLIP_RATIO * usual * _allowed(rank, ranks, weights, limits) for rank in ranks}
+    return [min(1.0, radius[rank] / norm) if rank in radius else 1.0 for rank, norm in enumerate(norms)]
+
+
+def counted_norms(group: Group, measured: Sequence[float]) -> list[float]:
+    """The norms with which the members' values count; infinite for a member that has sent more than it has said.
+
+    Args:
+        measured: norm of each member's values as they came, over all spans.
+    """
+    return [
+        norm * member.scale if norm <= MAX_BEYOND * member.norm else math.inf
+        for member, norm in zip(group.members, measured, strict=True)
+    ]
 
 
 def outsized(
-    norms: Sequence[float], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
+    norms: Sequence[float],
+    weights: Sequence[float],
+    limits: MemberLimits,
+    members: Collection[int] | None = None,
+    *,
+    at_least: float = 0.0,
 ) -> set[int]:
     """Ranks whose values are not finite, or too large beside those of the others.
 
-    The gradient of a small batch is noisier: its norm is larger by up to the root of the ratio of the weights. Below
-    the median weight the bound is raised by that factor; such values weigh less.
-
     Args:
         norms: norm of each member's values: infinite if they are not finite, 0 if they have not come.
+        members: as for :func:`usual_norm`.
         at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
     if len(ranks) < 3:
         return set()
-    usual = max(usual_norm(norms, weights), at_least)
-    usual_weight = statistics.median(weights[rank] for rank in ranks)
+    usual = max(usual_norm(norms, weights, members), at_least)
     if usual == math.inf:  # most values are not finite: there is nothing to compare with
         return set()
+    return {
+        rank for rank in ranks if norms[rank] > limits.max_norm_ratio * usual * _allowed(rank, ranks, weights, limits)
+    }
 
-    def allowed(rank: int) -> float:
-        ratio = weights[rank] / usual_weight
-        return math.sqrt(max(1.0, 1 / ratio)) * (max(1.0, ratio) if limits.norm_grows else 1.0)
 
-    return {rank for rank in ranks if norms[rank] > limits.max_norm_ratio * usual * allowed(rank)}
+def _allowed(rank: int, ranks: Sequence[int], weights: Sequence[float], limits: MemberLimits) -> float:
+    """The factor of a member's limit of norms, by its weight among those of these ranks.
+
+    The gradient of a small batch is noisier: its norm is larger by up to the root of the ratio of the weights. Below
+    the median weight the bound is raised by that factor; such values weigh less.
+    """
+    ratio = weights[rank] / statistics.median(weights[one] for one in ranks)
+    return math.sqrt(max(1.0, 1 / ratio)) * (max(1.0, ratio) if limits.norm_grows else 1.0)
 
 
 def joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:

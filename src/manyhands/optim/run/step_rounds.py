@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
+from manyhands.averaging.codecs import Plan, Unscaled, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
@@ -305,7 +305,7 @@ class StepRounds:
             shapes = [(math.prod(shapes[0]),), *shapes[1:]]
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
-            shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so that they are sent exactly
+            shapes = [*shapes, Unscaled((vector_N.numel() - numel,))]  # of one dimension, so that they are sent exactly
             part = -1 - part  # a vector of another length needs an error feedback of its own
         look = functools.partial(self.tracker.look, MOMENT_S)
         steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes, part)

@@ -399,6 +399,8 @@ class Replica:
         """The settings of this peer, which must be equal on all peers of the run."""
         if averaging.max_group_size != AveragingConfig.max_group_size:
             facts = facts | {"max_group_size": str(averaging.max_group_size)}
+        if averaging.aggregate != AveragingConfig.aggregate:
+            facts = facts | {"aggregate": averaging.aggregate}
         groups = hyper_parameters_of(self.wrapped.param_groups)
         for group in groups:
             group["lr"] = group.pop("initial_lr", group["lr"])

@@ -21,8 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 AVERAGE = (
-    "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1],"
-    " float64[::1], int64)"
+    "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1], float64[::1])"
 )
 """Numba signature of the kernels that average."""
 

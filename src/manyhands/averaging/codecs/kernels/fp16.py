@@ -25,7 +25,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "694ef2f00353"
+INLINED = "2cfcc700ad9a"
 """Digest of other files; see the module for int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
@@ -151,14 +151,13 @@ def average(
     which: Any,
     weights: Floats,
     squares: Any,
-    every: int,
 ) -> int:
     """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces were averaged.
 
     The arguments are those of the kernel of this name for int8, which works on rows.
     """
     bits, halves, scales = mean.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
-    mine = np.empty(PIECE_NUMEL, np.float32)
+    mine, added = np.empty(PIECE_NUMEL, np.float32), np.empty(which.size)
     num_pieces = mean.size // PIECE_NUMEL
     num_done = num_pieces
     for piece in range(num_pieces):
@@ -172,11 +171,9 @@ def average(
         for number in range(which.size):
             room, weight, square = which[number], weights[number], 0.0
             if room < 0:
-                for row in range(0, PIECE_NUMEL // ROW_NUMEL, every):
-                    for i in range(ROW_NUMEL):
-                        value = mine[row * ROW_NUMEL + i]
-                        square = add_in_any_order(square, np.float64(value) * value)
-                squares[number] += every * square
+                for i in range(PIECE_NUMEL):
+                    square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
+                added[number] = square
                 if number == 0:
                     for i in range(PIECE_NUMEL):
                         mean[start + i] = mine[i] * weight
@@ -190,11 +187,10 @@ def average(
             if not _is_ordinary(scale, given_halves, place):
                 is_ordinary = False
                 break
-            for row in range(0, PIECE_NUMEL // ROW_NUMEL, every):
-                for i in range(ROW_NUMEL):
-                    value = _from_half(given_halves[place + row * ROW_NUMEL + i]) * scale
-                    square = add_in_any_order(square, np.float64(value) * value)
-            squares[number] += every * square
+            for i in range(PIECE_NUMEL):
+                value = _from_half(given_halves[place + i]) * scale
+                square = add_in_any_order(square, np.float64(value) * value)
+            added[number] = square
             if number == 0:
                 for i in range(PIECE_NUMEL):
                     mean[start + i] = _from_half(given_halves[place + i]) * scale * weight
@@ -206,11 +202,10 @@ def average(
                 mean[start + i] = mine[i]
             num_done = piece
             break
-        scale, square_of_mean = scales[scale_at], np.float32(0)
+        scale = scales[scale_at]
         for i in range(PIECE_NUMEL):
-            value = _from_half(halves[place + i]) * scale
-            mean[start + i] = value
-            square_of_mean = add_in_any_order(square_of_mean, value * value)
-        squares[which.size] += square_of_mean
+            mean[start + i] = _from_half(halves[place + i]) * scale
+        for number in range(which.size):
+            squares[number] += added[number]
     after_writes_past_cache()
     return num_done

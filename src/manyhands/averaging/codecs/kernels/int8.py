@@ -32,7 +32,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "694ef2f00353"
+INLINED = "2cfcc700ad9a"
 """Digest of the other files whose code is compiled into these kernels: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
@@ -123,23 +123,21 @@ def average(
     which: Any,
     weights: Floats,
     squares: Any,
-    every: int,
 ) -> int:
     """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows were averaged.
 
-    The arguments are those of :meth:`manyhands.averaging.codecs.codec.Codec.average`; the squares are estimated from
-    one row in ``every``. All steps for a row follow each other, while the row is in the processor's cache. If the own
-    values lie in the memory of ``mean``, rows that were not averaged still hold them.
+    The arguments are those of :meth:`manyhands.averaging.codecs.codec.Codec.average`. All steps for a row follow each
+    other, while the row is in the processor's cache. If the own values lie in the memory of ``mean``, rows that were
+    not averaged still hold them.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
-    mine = np.empty(ROW_NUMEL, np.float32)
+    mine, added = np.empty(ROW_NUMEL, np.float32), np.empty(which.size)
     num_rows = mean.size // ROW_NUMEL
-    num_done, to_sample = num_rows, 0
+    num_done = num_rows
     for row in range(num_rows):
         start, place = row * ROW_NUMEL, row * ROW_BYTES
         header = (place + ROW_NUMEL) // 4
-        is_ordinary, is_sampled = True, row == to_sample
-        to_sample += every if is_sampled else 0
+        is_ordinary = True
         if kept.size and row % ROWS_KEPT_AT_ONCE == 0:
             write_past_cache(kept, start, own, start, min(ROWS_KEPT_AT_ONCE, num_rows - row) * ROW_NUMEL)
         for i in range(ROW_NUMEL):
@@ -147,10 +145,9 @@ def average(
         for number in range(which.size):
             room, weight, square = which[number], weights[number], 0.0
             if room < 0:
-                if is_sampled:
-                    for i in range(ROW_NUMEL):
-                        square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
-                    squares[number] += every * square
+                for i in range(ROW_NUMEL):
+                    square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
+                added[number] = square
                 for i in range(ROW_NUMEL):
                     value = mine[i] * weight
                     mean[start + i] = mean[start + i] + value if number else value
@@ -159,11 +156,10 @@ def average(
             if not _is_ordinary(scale, bias):
                 is_ordinary = False
                 break
-            if is_sampled:
-                for i in range(ROW_NUMEL):
-                    value = np.float32(rooms[room, place + i]) * scale + bias
-                    square = add_in_any_order(square, np.float64(value) * value)
-                squares[number] += every * square
+            for i in range(ROW_NUMEL):
+                value = np.float32(rooms[room, place + i]) * scale + bias
+                square = add_in_any_order(square, np.float64(value) * value)
+            added[number] = square
             for i in range(ROW_NUMEL):
                 value = (np.float32(rooms[room, place + i]) * scale + bias) * weight
                 mean[start + i] = mean[start + i] + value if number else value
@@ -175,7 +171,7 @@ def average(
         scale, bias = headers[header], headers[header + 1]
         for i in range(ROW_NUMEL):
             mean[start + i] = np.float32(packed[place + i]) * scale + bias
-        largest = np.float64(max(abs(bias), abs(bias + np.float32(LEVELS) * scale)))
-        squares[which.size] += ROW_NUMEL * largest * largest
+        for number in range(which.size):
+            squares[number] += added[number]
     after_writes_past_cache()
     return num_done

@@ -1,0 +1,220 @@
+"""What liars do to a small model, by attack and by how the members' values become one. No network, no time.
+
+    python benchmarks/liars.py [--quick] [--json FILE]
+
+Four or eight peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
+library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster are applied, as in a round of an open run:
+weights are capped, values clipped, members left out, blamed and barred. A quarter of the peers lie from the first step
+on, in all steps:
+
+flip x1, x9, x10   the gradient times -1, -9, -10, which it says to the others
+weight x100        the gradient times -1, with 100 times the samples
+late weight x100   the same, but honest for the first half of the steps
+norm lie           the gradient times -9, and the norm of the gradient
+free rider         zeros
+noise              random values, nine times as long as the gradient
+label flip         the gradient of wrong labels
+
+A *defence* is an ``AveragingConfig(aggregate=...)``; "before" is the mean with weights of up to 100 times the median
+for everybody (docs/adr/0018), and is shown only where it differs. Printed for each row: the loss on held-out samples at
+the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent). JSON: a list of
+`{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _command_line import Parser, json_path, run, write_json
+
+from manyhands.averaging.messages import Group, Member, Position
+from manyhands.averaging.roster import Attendance, Roster
+from manyhands.averaging.round import limits
+from manyhands.base.identity import PeerId
+
+NUM_CLASSES, NUM_INPUTS = 10, 32
+APART = 0.5
+BATCH = 64
+NUM_HELD_OUT = 2000
+NUM_STEPS, NUM_STEPS_QUICK = 300, 60
+ANYBODY = limits.MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
+
+Vectors = Sequence[torch.Tensor]
+
+
+def mean_of(group: Group, vectors: Vectors) -> torch.Tensor:
+    """The mean of the members' values, as reducers compute it: a member that is clipped weighs what it has weighed."""
+    total = sum(member.weight for member in group.members)
+    parts = [member.weight * member.scale / total * one for member, one in zip(group.members, vectors, strict=True)]
+    return torch.stack(parts).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class Defence:
+    """How the values of the members become one. Another way to combine them, such as a robust mean, goes here.
+
+    Attributes:
+        clips: whether members say their norms, and values that are too large are scaled down.
+        combine: of the members that are not left out.
+    """
+
+    clips: bool
+    combine: Callable[[Group, Vectors], torch.Tensor] = mean_of
+    bounds: limits.MemberLimits = limits.OPEN_LIMITS
+    has_roster: bool = True
+
+
+DEFENCES = {"before": Defence(clips=False, bounds=ANYBODY, has_roster=False), "mean": Defence(clips=False),
+            "clip": Defence(clips=True)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What a liar sends.
+
+    Attributes:
+        factor: of its gradient.
+        weight: of its samples.
+        hides: it says the norm of its gradient, not of what it sends.
+        is_late: it is honest in the first half of the steps.
+    """
+
+    factor: float = 1.0
+    weight: float = 1.0
+    hides: bool = False
+    is_noise: bool = False
+    flips_labels: bool = False
+    is_late: bool = False
+
+
+ATTACKS = {
+    "flip x1": Attack(-1.0),
+    "flip x9": Attack(-9.0),
+    "flip x10": Attack(-10.0),
+    "weight x100": Attack(-1.0, weight=100.0),
+    "late weight x100": Attack(-1.0, weight=100.0, is_late=True),
+    "norm lie": Attack(-9.0, hides=True),
+    "free rider": Attack(0.0),
+    "noise": Attack(9.0, is_noise=True),
+    "label flip": Attack(flips_labels=True),
+}
+HONEST = Attack()
+
+
+def trained(
+    num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer_name: str, num_steps: int
+) -> float:
+    """Train, and return the loss on held-out samples; the liars are the last peers."""
+    generator = torch.Generator().manual_seed(7)
+    torch.manual_seed(7)
+    centers = APART * torch.randn(NUM_CLASSES, NUM_INPUTS, generator=generator)
+    model = torch.nn.Sequential(torch.nn.Linear(NUM_INPUTS, 64), torch.nn.ReLU(), torch.nn.Linear(64, NUM_CLASSES))
+    parameters = list(model.parameters())
+    optimizer = (
+        torch.optim.Adam(parameters, lr=3e-3)
+        if optimizer_name == "Adam"
+        else torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    )
+
+    def samples(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+        return centers[labels] + torch.randn(num_samples, NUM_INPUTS, generator=generator), labels
+
+    def gradient(one: Attack) -> tuple[torch.Tensor, float]:
+        """What a peer sends, and the norm that it says."""
+        inputs, labels = samples(BATCH)
+        labels = NUM_CLASSES - 1 - labels if one.flips_labels else labels
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        flat = torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+        norm = float(flat.norm())
+        if one.is_noise:
+            flat = torch.randn(flat.shape, generator=generator) * norm / flat.numel() ** 0.5
+        flat = one.factor * flat
+        return flat, norm if one.hides else float(flat.norm())
+
+    held_out = samples(NUM_HELD_OUT)
+    ids = [PeerId(f"peer {number}") for number in range(num_peers)]
+    roster = Roster()
+    for step in range(num_steps):
+        lies = {
+            peer_id: attack if number >= num_peers - num_liars and not (attack.is_late and 2 * step < num_steps)
+            else Attack(weight=attack.weight) if number >= num_peers - num_liars and attack.is_late
+            else HONEST
+            for number, peer_id in enumerate(ids)
+            if not roster.barred_rounds(peer_id)
+        }  # fmt: skip
+        sent = {peer_id: gradient(lie) for peer_id, lie in lies.items()}
+        members = [
+            Member(
+                peer_id, [], is_client=False, weight=BATCH * lies[peer_id].weight, norm=norm if defence.clips else 0.0
+            )
+            for peer_id, (_, norm) in sent.items()
+        ]
+        leader = next(one for one in roster.leaders(ids) if one in sent)
+        formed = Group(b"", leader, Position(step, b""), members)
+        known = roster if defence.has_roster else None
+        group = limits.limited(formed, defence.bounds, known, clips=defence.clips)
+        measured = [float(vector.norm()) for vector, _ in sent.values()]
+        norms = limits.counted_norms(group, measured) if defence.clips else measured
+        weights = [member.weight for member in group.members]
+        found = limits.outsized(norms, weights, defence.bounds, limits.trusted(group, known))
+        here = [rank for rank in range(len(members)) if rank not in found]
+        vectors = [vector for vector, _ in sent.values()]
+        left = Group(b"", leader, group.position, [group.members[rank] for rank in here])
+        mean = defence.combine(left, [vectors[rank] for rank in here])
+        out = {members[rank].peer_id for rank in found}
+        accused = {one: {leader} for one in out - {leader}}
+        counted = {group.members[rank].peer_id: weights[rank] for rank in here}
+        roster = roster.after(Attendance(leader, dict.fromkeys(sent, True), out, accused, weights=counted))
+        for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        optimizer.step()
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
+
+
+def rows(num_steps: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    train = functools.cache(functools.partial(trained, num_steps=num_steps))
+    for num_peers in (4, 8):
+        for optimizer in ("Adam", "SGD"):
+            for name, attack in ATTACKS.items():
+                for defence_name, defence in DEFENCES.items():
+                    if defence_name == "before" and attack.weight == 1:
+                        continue
+                    num_liars = num_peers // 4
+                    absent = num_peers - num_liars
+                    row: dict[str, Any] = {
+                        "peers": num_peers,
+                        "optimizer": optimizer,
+                        "attack": name,
+                        "liars": num_liars,
+                        "defence": defence_name,
+                        "heldout_loss": train(num_peers, num_liars, attack, defence, optimizer),
+                        "clean_loss": train(num_peers, 0, HONEST, defence, optimizer),
+                        "absent_loss": train(absent, 0, HONEST, defence, optimizer),
+                    }
+                    found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
+                    print(
+                        "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:6}: {heldout_loss:.3f} "
+                        "(clean {clean_loss:.3f}, absent {absent_loss:.3f})".format(**found[-1]),
+                        flush=True,
+                    )
+    return found
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{NUM_STEPS_QUICK} steps, not {NUM_STEPS}")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    write_json(options.json, rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS))
+
+
+if __name__ == "__main__":
+    run(main)
