@@ -162,6 +162,18 @@ def test_the_benchmark_of_the_simulated_dht_reports_its_figures(tmp_path: Path) 
     assert result["churn_calls_per_node_and_min"] > result["rest_calls_per_node_and_min"] > 0
 
 
+@pytest.mark.long
+def test_the_benchmark_of_progress_reports_its_figures(tmp_path: Path) -> None:
+    arguments = ["--peers", "160", "--churn", "0.1", "--steps", "2", "--step-s", "20"]
+    before, now = results_of("progress_sim.py", tmp_path, *arguments)[0]
+    assert (before["reads"], now["reads"]) == ("all", "part")
+    assert before["peers"] == now["peers"] == 160
+    assert before["samples_error"] < 0.2
+    assert now["samples_error"] < 0.2
+    assert 0 < now["eta_error"] < 0.2
+    assert 0 < now["member_reads_bytes_per_s"] < before["member_reads_bytes_per_s"] / 2
+
+
 @pytest.mark.sweep
 def test_the_benchmark_of_all_reduce_reports_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "results.json"

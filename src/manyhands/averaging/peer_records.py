@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -39,6 +41,8 @@ GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
+NUM_PARTS = 5
+"""The number of last reads of a part from which the number of all peers is estimated: one for each holder."""
 MAX_WALL_TIME = 1e11
 """Seconds since 1970: the year 5138."""
 
@@ -166,9 +170,14 @@ class PeerRecords:
         self._observed_until = -math.inf  # loop time
         self._version = 0
         self.last_said_goodbye = False
+        self._parts: deque[tuple[int, int, int]] = deque(maxlen=NUM_PARTS)  # records that count, shown and held
 
     def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         """Hook for subclasses: a record under this peer's own id was read."""
+
+    def _brought_up_to_date(self, peer_id: PeerId, seen: SeenRecord) -> SeenRecord:
+        """Hook for subclasses: the first record of a peer, changed by what is known of it otherwise."""
+        return seen
 
     def observed(self) -> Mapping[PeerId, SeenRecord]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
@@ -196,7 +205,45 @@ class PeerRecords:
         Raises:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
-        answer = await self._dht.get(self._key, quickly=quickly)
+        self._take_in_all(await self._dht.get(self._key, quickly=quickly))
+        self._parts.clear()
+
+    async def refresh_part(self, most: int, names: Collection[PeerId]) -> None:
+        """Read the records of some random peers, and of these named ones.
+
+        Args:
+            most: number of random peers; see :meth:`manyhands.dht.DhtNode.get_part`.
+        Raises:
+            Unavailable: as :meth:`refresh`.
+        """
+        part = await self._dht.get_part(self._key, most)
+        named = await self._dht.get(self._key, quickly=True, owners=names) if names else {}
+        self._take_in_all(named | part.values)
+        if part.num_shown < part.num_held:
+            num_counting = sum(subkey in self._seen or subkey == self._endpoint.peer_id for subkey in part.values)
+            self._parts.append((num_counting, part.num_shown, part.num_held))
+        else:
+            self._parts.clear()
+        self._note_change()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the last reads were of a part of the records."""
+        return bool(self._parts)
+
+    @property
+    def weight(self) -> float:
+        """How many peers each known record stands for: 1 if all records were read.
+
+        The number of records is the median of what the last holders said, as one of them may lie.
+        """
+        if not self._parts:
+            return 1.0
+        share = sum(counting for counting, _, _ in self._parts) / max(sum(shown for _, shown, _ in self._parts), 1)
+        num_others = statistics.median(held for _, _, held in self._parts) * share - 1
+        return max(num_others / max(len(self.observed()), 1), 1.0)
+
+    def _take_in_all(self, answer: Mapping[str, StoredValue]) -> None:
         now = asyncio.get_running_loop().time()
         own_id = self._endpoint.peer_id
         sequences = self._sequences
@@ -231,7 +278,7 @@ class PeerRecords:
         if is_own:
             self._look_at_own(seen, now)
         elif known is None or not _is_outdated(known, seen):
-            self._keep(peer_id, seen)
+            self._keep(peer_id, seen if known is not None else self._brought_up_to_date(peer_id, seen))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 

@@ -103,8 +103,10 @@ class RequestHandlers:
         if not request.wants_records:
             digest = self._storage.digest(request.key, now, request.owners)
             return FindResponse(contacts, [], digest, is_responsible)
-        page, is_more = self._storage.page(request.key, request.after, now, request.owners)
-        return FindResponse(contacts, [held.aged(now) for held in page], is_responsible=is_responsible, is_more=is_more)
+        page, is_more = self._storage.page(request.key, request.after, now, request.owners, request.most)
+        num_held = self._storage.num_held(request.key, now) if request.most is not None else 0
+        records = [held.aged(now) for held in page]
+        return FindResponse(contacts, records, is_responsible=is_responsible, is_more=is_more, num_held=num_held)
 
     def _knows_same(self, point: int, nearest: Nearest | None) -> bool:
         return nearest is not None and self._overlay.knows_same(point, nearest)

@@ -4,7 +4,8 @@
 method      request                                             response
 ==========  ==================================================  ====================================================
 dht.ping    whether any peer has dialled the caller             empty
-dht.find    a point, perhaps a key, owners, where to read on    contacts nearest to the point, a page of the records
+dht.find    a point, perhaps a key, owners, where to read on,   contacts nearest to the point, a page of the records
+            how many records
 dht.store   records with their ages                             the outcome for each
 dht.topics  a kind of keys                                      the topics that have keys of this kind
 ==========  ==================================================  ====================================================
@@ -65,6 +66,7 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         after: return only records whose subkeys follow this one, which ended the last page.
         nearest: omit the contacts if the receiver knows the same nearest peers.
         owners: return only the records of these owners, or the digest of them; None for all.
+        most: return at most so many records, and say how many there are.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -77,6 +79,7 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_OWNER_LENGTH)]], msgspec.Meta(max_length=MAX_NAMED)]
         | None
     ) = None
+    most: Annotated[int, msgspec.Meta(ge=1, le=MAX_FOUND_RECORDS)] | None = None
 
 
 class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,6 +92,7 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
             :func:`manyhands.dht.records.digest_of_records`.
         is_responsible: whether the answering node believes that it is among the nearest to the point.
         is_more: whether it holds records after these.
+        num_held: number of records of the key that it holds, if the caller has said how many it wants; else 0.
     """
 
     contacts: Annotated[list[Contact], msgspec.Meta(max_length=MAX_CONTACTS)]
@@ -96,6 +100,7 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     is_responsible: bool = True
     is_more: bool = False
+    num_held: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):

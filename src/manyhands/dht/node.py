@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from manyhands.base.address import Address
@@ -21,7 +21,7 @@ from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.quotas import Membership
-from manyhands.dht.read_result import StoredValue
+from manyhands.dht.read_result import Part, ReadResult, StoredValue
 from manyhands.dht.reader import Reader
 from manyhands.dht.records import Reason, topic_of
 from manyhands.dht.routing import Contact
@@ -241,17 +241,35 @@ class DhtNode:
         Raises:
             ConfigError: not a key.
         """
+        only = frozenset(owners) if owners is not None else None
+        return (await self._read(key, lambda: self._reader.read(key, quickly, only))).values
+
+    async def get_part(self, key: str, most: int) -> Part:
+        """Return some values of a key: those of about ``most`` subkeys, beginning with a random one, in their order.
+
+        They are read from one random holder, so it may have missed a write. Peer ids are spread evenly, so the values
+        that peers have signed are a fair sample. If there are no more, or this node holds the key itself, these are
+        all.
+
+        Args:
+            most: from 1 to ``MAX_FOUND_RECORDS``.
+        Raises:
+            ConfigError: not a key.
+        """
+        return await self._read(key, lambda: self._reader.read_part(key, most))
+
+    async def _read(self, key: str, read: Callable[[], Awaitable[ReadResult]]) -> Part:
         check_key(key)
         self._rejoin_if_lost()
         topic = topic_of(key)
         members = self.members.get(topic)
-        only = frozenset(owners) if owners is not None else None
-        result = await self._reader.read(key, quickly, only)
+        result = await read()
         if result.unknown and members is not None and await members.look_up(result.unknown):
-            result = await self._reader.read(key, quickly, only)
+            result = await read()
         found = result.values(asyncio.get_running_loop().time())
         passing = self.filters.get(topic)
-        return found if passing is None else passing(key, found)
+        values = found if passing is None else passing(key, found)
+        return Part(values, result.num_shown, result.num_held)
 
     async def get_many(self, keys: Iterable[str], *, quickly: bool = False) -> dict[str, dict[str, StoredValue]]:
         """Like :meth:`get`, for many keys: some are read concurrently, and their lookups share what they find.

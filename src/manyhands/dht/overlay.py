@@ -224,6 +224,8 @@ class Overlay:
         *,
         seeds: Sequence[Contact] = (),
         owners: Callable[[PeerId], Sequence[str] | None] = lambda _: None,
+        after: str | None = None,
+        most: int | None = None,
     ) -> list[Contact]:
         """Find the peers nearest to a point; for this node's own point, also some of each farther region.
 
@@ -235,6 +237,7 @@ class Overlay:
             on_answer: called with each peer that answers, and its answer.
             seeds: contacts to ask first; the nearest known peers by default.
             owners: returns whose records a peer is asked for; None for all.
+            after, most: as in the :class:`.messages.FindRequest`.
         Returns:
             Up to ``num`` contacts that have answered, nearest first.
         """
@@ -263,7 +266,7 @@ class Overlay:
         try:
             while not lookup.is_finished:
                 if to_ask := lookup.take_next():
-                    request = FindRequest(point, key, nearest=lookup.nearest_known())
+                    request = FindRequest(point, key, nearest=lookup.nearest_known(), after=after, most=most)
                 for contact in to_ask:
                     peer_id = contact.peer_id
                     named = owners(peer_id)

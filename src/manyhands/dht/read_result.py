@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -46,6 +46,20 @@ class StoredValue(msgspec.Struct, frozen=True, gc=False):
         return msgspec.msgpack.decode(self.raw)
 
 
+class Part(NamedTuple):
+    """Some of the records of a key.
+
+    Attributes:
+        values: the live values by subkey, as :meth:`manyhands.dht.DhtNode.get` returns them.
+        num_shown: number of records that were read, with deleted and invalid ones.
+        num_held: number of records that there are, as one holder says.
+    """
+
+    values: dict[str, StoredValue]
+    num_shown: int
+    num_held: int
+
+
 class ReadResult:
     """The records of one key that one reader has found. ``now`` is always the same monotonic clock.
 
@@ -54,6 +68,8 @@ class ReadResult:
         found: the accepted records by subkey.
         unknown: owners whose records were not checked, as only those of members count.
         is_partial: some records were not read, as the network of their holder could not afford them.
+        num_shown: number of records that were read, with those that do not count; set at the end of a read.
+        num_held: number of records that there are. It is higher only after a read of a part.
 
     Args:
         checked: records that the last read of the key accepted; they are not verified again.
@@ -76,6 +92,7 @@ class ReadResult:
         self.found: dict[str, Found] = {}
         self.unknown: set[PeerId] = set()
         self.is_partial = False
+        self.num_shown = self.num_held = 0
         self.looked_for = looked_for or LookedFor()
         self._num_shown: Counter[PeerId] = Counter()
         self._num_known_shown: Counter[PeerId] = Counter()

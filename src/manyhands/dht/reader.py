@@ -18,7 +18,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from manyhands.base.identity import PeerId
+from manyhands.base.identity import PeerId, peer_id_from_public_key
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.holder_cache import HolderCache
@@ -108,8 +108,48 @@ class Reader:
         if self._schemas.get(key) is not schema:  # declared meanwhile
             return await self.read(key, quickly, only)
         found.keep_unread(now)
+        found.num_shown = found.num_held = len(found.found)
         self._remember(key, found.to_remember(now))
         return found
+
+    async def read_part(self, key: str, most: int) -> ReadResult:
+        """See :meth:`manyhands.dht.DhtNode.get_part`."""
+        now = asyncio.get_running_loop().time()
+        replicas = self._holder_cache.recall_complete(key, now)
+        if self._own_id in replicas:  # no request is needed
+            return await self.read(key, quickly=True)
+        schema, before = self._schemas.get(key), self._read.get(key, {})
+        looked_for = LookedFor(self._known(key), None, topic_of(key) in self._members)
+        found = ReadResult(key, self._config, before, schema, looked_for)
+        for held in self._storage.get(key, now):
+            if looked_for.counts(held.record):
+                found.add(held.record, held.expires_at, held.num_bytes)
+        names = looked_for.names(self._rng)
+        after = peer_id_from_public_key(self._rng.randbytes(32))
+        is_read = False
+        if replicas:
+            holder = self._rng.choice(replicas)
+            owners = self._owners_to_ask_for(holder, key, found, names)
+            answer = await self._ask(holder, key, wants_records=True, after=after, owners=owners, most=most)
+            if is_read := answer is not None and answer.is_responsible:
+                self._take_part(found, holder, answer)
+            else:
+                self._holder_cache.forget(key)
+        if not is_read:
+            await self._read_at_all(key, found, names, after, most)
+        if self._schemas.get(key) is not schema:  # declared meanwhile
+            return await self.read_part(key, most)
+        found.num_shown = max(found.num_shown, len(found.found))
+        found.num_held = max(found.num_held, found.num_shown)
+        self._remember(key, {subkey: one for subkey, one in before.items() if one[1] > now} | found.found)
+        return found
+
+    def _take_part(self, found: ReadResult, source: PeerId, answer: FindResponse) -> None:
+        """Add a part of the records that a holder has shown. Holders that have just come may have few."""
+        found.note_shown(source, self._merge(found, source, answer.records))
+        num_held = max(min(answer.num_held, self._config.max_records_per_key), len(answer.records))
+        if num_held > found.num_held:
+            found.num_held, found.num_shown = num_held, len(answer.records)
 
     def forget(self, key: str) -> None:
         """Verify all records of a key again at its next read."""
@@ -121,8 +161,14 @@ class Reader:
         while len(self._read) > REMEMBERED_KEYS or sum(map(len, self._read.values())) > REMEMBERED_RECORDS:
             self._read.popitem(last=False)
 
-    async def _read_at_all(self, key: str, found: ReadResult, names: Sequence[str]) -> None:
-        """Look up the holders of the key, and read from all peers asked on the way."""
+    async def _read_at_all(
+        self, key: str, found: ReadResult, names: Sequence[str], after: str | None = None, most: int | None = None
+    ) -> None:
+        """Look up the holders of the key, and read from all peers asked on the way.
+
+        Args:
+            after, most: read only a part from each.
+        """
         first_pages: dict[PeerId, FindResponse] = {}
         asked_for: dict[PeerId, Sequence[str] | None] = {}
 
@@ -132,15 +178,17 @@ class Reader:
 
         def take(source: PeerId, response: FindResponse) -> None:
             first_pages[source] = response
-            found.note_shown(source, self._merge(found, source, response.records))
+            self._take_part(found, source, response)
 
         config = self._config
         contacts = await self._overlay.lookup(
-            key_id(key), config.lookup_timeout_s, config.replicas, key, take, owners=owners
+            key_id(key), config.lookup_timeout_s, config.replicas, key, take, owners=owners, after=after, most=most
         )
         holders = self._holder_cache.among(key, (contact.peer_id for contact in contacts))
         asked = [peer_id for peer_id in holders if peer_id in first_pages]
-        await gathered(*(self._read_on(peer, key, found, names, first_pages[peer], asked_for[peer]) for peer in asked))
+        if most is None:
+            pages = ((peer, first_pages[peer], asked_for[peer]) for peer in asked)
+            await gathered(*(self._read_on(peer, key, found, names, page, owners) for peer, page, owners in pages))
         now = asyncio.get_running_loop().time()
         self._holder_cache.remember(key, holders, now, found.are_complete(holders))
 
@@ -269,10 +317,13 @@ class Reader:
         wants_records: bool,
         after: str | None = None,
         owners: Sequence[str] | None = None,
+        most: int | None = None,
     ) -> FindResponse | None:
         target = id_to_bytes(key_id(key))
         named = list(owners) if owners is not None else None
-        request = FindRequest(target, key, wants_contacts=False, wants_records=wants_records, after=after, owners=named)
+        request = FindRequest(
+            target, key, wants_contacts=False, wants_records=wants_records, after=after, owners=named, most=most
+        )
         if peer_id == self._own_id:
             return self._handlers.answer(peer_id, request)
         return await self._overlay.ask(peer_id, FIND, request)

@@ -99,15 +99,21 @@ class Storage:
         return list(self._held.get(key, {}).values())
 
     def page(
-        self, key: str, after: str | None, now: float, owners: Sequence[str] | None = None
+        self,
+        key: str,
+        after: str | None,
+        now: float,
+        owners: Sequence[str] | None = None,
+        most: int | None = None,
     ) -> tuple[list[Held], bool]:
         """Return records of a key in the order of their subkeys, as many as fit into one reply.
 
         Args:
             after: begin after this subkey.
             owners: only the records of these.
+            most: the largest number of records; those after the last one are the first ones. None for as many as fit.
         Returns:
-            The records, and whether more follow.
+            The records, and whether there are more.
         """
         self.expire(now)
         subkeys = self._held.get(key, {})
@@ -115,18 +121,27 @@ class Storage:
             return [], False
         in_order = self._subkeys_in_order(key) if owners is None else sorted(subkeys.keys() & set(owners))
         start = 0 if after is None else bisect.bisect_right(in_order, after)
-        page = [subkeys[subkey] for subkey in in_order[start : start + MAX_FOUND_RECORDS]]
+        num_after = len(in_order) - start
+        if most is not None:
+            in_order, num_after = in_order[start:] + in_order[:start], len(in_order)
+            start = 0
+        page = [subkeys[subkey] for subkey in in_order[start : start + (most or MAX_FOUND_RECORDS)]]
         left = MAX_FOUND_BYTES
         for number, held in enumerate(page):
             left -= held.num_bytes
             if left < 0:
                 return page[:number], True
-        return page, start + len(page) < len(in_order)
+        return page, len(page) < num_after
 
     def _subkeys_in_order(self, key: str) -> list[str]:
         if key not in self._in_order:
             self._in_order[key] = sorted(self._held[key])
         return self._in_order[key]
+
+    def num_held(self, key: str, now: float) -> int:
+        """Return the number of records that :meth:`get` returns."""
+        self.expire(now)
+        return len(self._held.get(key, ()))
 
     def digest(self, key: str, now: float, owners: Sequence[str] | None = None) -> bytes:
         """Return the digest of what :meth:`get` returns; see :func:`manyhands.dht.records.digest_of_records`.

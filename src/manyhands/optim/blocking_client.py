@@ -90,7 +90,7 @@ class BlockingRunClient:
                     self._replica.restore(state)
                 self.moved_elsewhere(state)
                 has_loaded = True
-                self._run(tracker.look(), phase)
+                self._run(tracker.look(for_place=True), phase)
                 for step in self.missed_steps():
                     self._replica.replay(step)
             except Unavailable as error:
@@ -107,7 +107,7 @@ class BlockingRunClient:
                     break  # the user may load a checkpoint; otherwise this peer waits for one with the state
                 raise first_failure  # the first one names most peers: later attempts skip those without a new record
             self._peer.sleep(MOMENT_S)  # the others may publish something new
-            self._run(tracker.look(), phase)
+            self._run(tracker.look(for_place=True), phase)
         if refusal := self._call(phase, tracker.branches.refusal):
             raise Unavailable(refusal)
         return has_loaded
@@ -263,7 +263,7 @@ class BlockingRunClient:
             place = replica.position, replica.lineage_samples, replica.sketch()
             self._call("moving on", collaboration.replayed, *place, timeout_s=MINUTE_S)
             logger.info("Made a step that this peer had missed: step %d", replica.position.step)
-            self._run(collaboration.tracker.look(), phase)
+            self._run(collaboration.tracker.look(for_place=True), phase)
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = STALL_S) -> T:
         """Call a function on the network thread."""

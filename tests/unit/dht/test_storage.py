@@ -287,3 +287,20 @@ def test_two_holders_of_the_same_have_the_same_digest() -> None:
     assert one.digest("key", NOW) == other.digest("key", NOW), "when it expires does not matter"
     assert one.digest("key", NOW + 6.0) != other.digest("key", NOW + 6.0), "whether it has does"
     assert one.digest("key", NOW + 61.0) == other.digest("key", NOW + 61.0) == digest_of_records([])
+
+
+def test_a_page_of_at_most_so_many_records_goes_round() -> None:
+    storage = Storage(DhtConfig())
+    for subkey in "abcde":
+        storage.put(open_record(subkey=subkey), NOW + 60, NOW)
+
+    def page(after: str, most: int) -> tuple[str, bool]:
+        held, is_more = storage.page("key", after, NOW, most=most)
+        return "".join(one.record.subkey for one in held), is_more
+
+    assert page("b", 2) == ("cd", True)
+    assert page("d", 3) == ("eab", True)
+    assert page("c", 5) == ("deabc", False)
+    assert page("e", 9) == ("abcde", False)
+    assert storage.num_held("key", NOW) == 5
+    assert storage.num_held("other", NOW) == 0

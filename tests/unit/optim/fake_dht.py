@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.base.identity import PeerId
-from manyhands.dht import StoredValue
+from manyhands.dht import Part, StoredValue
 from manyhands.dht.records import encode_value
 
 
@@ -19,12 +20,16 @@ class FakeDht:
     Attributes:
         stored: each value that was stored, in order.
         gate: while it is cleared, readers wait.
+        inflated: the factor by which a read of a part overstates the number of records.
     """
 
     records: dict[str, dict[str, StoredValue]] = field(default_factory=dict)
     stored: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     num_reads: int = 0
+    num_parts: int = 0
+    inflated: int = 1
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
     met: dict[str, Callable[[PeerId], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,7 +49,18 @@ class FakeDht:
             self.put(key, subkey or "", value, sequence=len(self.stored), remaining_s=ttl_s)
         return 1
 
-    async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
-        self.num_reads += 1
+    async def get(
+        self, key: str, *, quickly: bool = False, owners: Iterable[str] | None = None
+    ) -> dict[str, StoredValue]:
+        self.num_reads += owners is None
         await self.gate.wait()
-        return dict(self.records.get(key, {}))
+        records = self.records.get(key, {})
+        return {subkey: stored for subkey, stored in records.items() if owners is None or subkey in set(owners)}
+
+    async def get_part(self, key: str, most: int) -> Part:
+        """The records of random subkeys; each read says how many there are."""
+        self.num_parts += 1
+        await self.gate.wait()
+        records = self.records.get(key, {})
+        shown = self.rng.sample(sorted(records), min(most, len(records)))
+        return Part({subkey: records[subkey] for subkey in shown}, len(shown), self.inflated * len(records))

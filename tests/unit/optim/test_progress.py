@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
+    MAX_SHARE,
     Claim,
     Progress,
     branch_order,
@@ -22,6 +25,7 @@ from manyhands.optim.run.progress import (
     extrapolated_samples,
     is_news,
     next_refresh_s,
+    sum_of_sample,
 )
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
@@ -256,3 +260,44 @@ def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
 def test_a_peer_that_does_not_say_how_long_its_batches_take_is_not_busy() -> None:
     said = record(samples=8, speed=1.0)
     assert busy_s(said, 1.0) == 0.0
+
+
+# a sample of the records
+
+
+def speeds_of(num_peers: int, rng: random.Random) -> list[float]:
+    """Log-normal, with a standard deviation of 0.7 times the mean."""
+    sigma = math.sqrt(math.log(1 + 0.7**2))
+    return [rng.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(num_peers)]
+
+
+@pytest.mark.parametrize("num_read", [64, 256])
+def test_the_error_of_an_estimate_falls_with_the_root_of_the_sample(num_read: int) -> None:
+    rng = random.Random(num_read)
+    errors = []
+    for _ in range(300):
+        speeds = speeds_of(2000, rng)
+        sampled = rng.sample(speeds, num_read)
+        errors.append(sum_of_sample(sampled, 2000 / num_read) / sum(speeds) - 1)
+    root_mean_square = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    assert root_mean_square < 1.15 * 0.7 / math.sqrt(num_read)
+    assert abs(statistics.mean(errors)) < 0.015, "nobody counts twice or not at all"
+
+
+@given(st.lists(st.floats(1.0, MAX_SHARE), min_size=10, max_size=100), st.floats(0, 1e300), st.floats(1.01, 50.0))
+def test_a_liar_in_a_sample_counts_for_a_few_peers_at_most(honest: list[float], lie: float, weight: float) -> None:
+    most = MAX_SHARE * statistics.median([*honest, lie])
+    with_lie = sum_of_sample([*honest, lie], weight)
+    assert with_lie <= weight * (sum(honest) + most) * (1 + 1e-9)
+    assert most <= MAX_SHARE * sorted(honest)[(len(honest) + 1) // 2], "one lie hardly moves the median"
+
+
+@given(st.lists(st.integers(0, 2**53), max_size=50))
+def test_records_of_all_peers_are_added_up_as_they_are(samples: list[int]) -> None:
+    assert sum_of_sample(samples, None) == sum(samples)
+
+
+def test_a_sampled_record_is_extrapolated_until_it_expires_as_later_ones_were_not_read() -> None:
+    published = record(samples=10, speed=2.0, ttl_s=180.0)
+    assert extrapolated_samples(published, 150.0) == 10 + 2 * 60
+    assert extrapolated_samples(published, 150.0, is_sampled=True) == 10 + 2 * 150

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from manyhands.averaging.grid.seats import NO_SEAT, Layout, Seat
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.roster import Roster, Standing
@@ -18,7 +19,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.progress import CROWD
+from manyhands.optim.run.progress import CROWD, LARGE, SAMPLE
 from manyhands.optim.run.run_machine import Situation
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
@@ -55,6 +56,22 @@ class Run:
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
         self.dht.put(KEY, peer_id, value, sequence=self._sequence, remaining_s=ttl_s - age_s)
         await self.tracker.refresh()
+
+    def put_many(self, num_peers: int, position: Position = HERE, **fields: Any) -> None:
+        """Records of so many peers are in the DHT; the first ones are the same each time."""
+        for number in range(num_peers):
+            self._sequence += 1
+            record = PeerRecord(position, False, [], TTL_S, samples_per_second=1.0, **fields)
+            value = msgspec.to_builtins(record, builtin_types=(bytes,))
+            peer_id = identity_of(1000 + number).peer_id
+            self.dht.put(KEY, peer_id, value, sequence=self._sequence, remaining_s=TTL_S)
+
+    def members_are(self, *peer_ids: PeerId) -> None:
+        """These are the members of the roster, and lead in this order."""
+        standings = {
+            peer_id: Standing(is_member=True, can_lead=True, led=place) for place, peer_id in enumerate(peer_ids)
+        }
+        self.tracker.roster = lambda: Roster(standings, round=len(peer_ids))
 
     def position_of(self, peer_id: PeerId) -> Position:
         return self.tracker.records()[peer_id].position
@@ -490,6 +507,129 @@ async def test_in_a_crowd_the_peer_that_would_lead_reads_first(are_clients: bool
         run.tracker.report(1, 1.0)
         assert run.tracker.outlook.samples >= run.tracker.target_batch_size > run.tracker.progress.samples
         assert run.tracker.is_worth_a_look() == is_first
+
+
+# a sample of the records
+
+
+def first_peers(num: int) -> list[PeerId]:
+    return [identity_of(1000 + number).peer_id for number in range(num)]
+
+
+async def reads_of(run: Run) -> tuple[int, int]:
+    """The numbers of reads of a part and of all records that the tracker makes at its next regular read."""
+    run.tracker.start()
+    before = run.dht.num_parts, run.dht.num_reads
+    run.tracker.refresh_soon()
+    await until(lambda: (run.dht.num_parts, run.dht.num_reads) != before)
+    return run.dht.num_parts - before[0], run.dht.num_reads - before[1]
+
+
+async def test_up_to_a_hundred_peers_all_records_are_read_and_the_sums_are_exact() -> None:
+    async with run_of_one(target_batch_size=10_000) as run:
+        run.put_many(LARGE - 1, samples=3)
+        run.members_are(*first_peers(LARGE - 1), run.endpoint.peer_id)
+        await run.tracker.find_place()
+        assert await reads_of(run) == (0, 1)
+        assert run.tracker.progress.num_peers == LARGE
+        assert run.tracker.progress.samples == 3 * (LARGE - 1)
+
+
+async def test_a_member_of_a_large_run_reads_a_sample_and_the_next_leaders() -> None:
+    async with run_of_one(target_batch_size=1_000_000) as run:
+        num_peers = 5 * LARGE
+        run.put_many(num_peers, samples=3)
+        leaders = first_peers(3)
+        run.members_are(*leaders, run.endpoint.peer_id)
+        await run.tracker.find_place()
+        assert await reads_of(run) == (1, 0)
+        assert SAMPLE <= len(run.tracker.observed()) <= 3 * SAMPLE + 3
+        assert set(leaders) <= run.tracker.observed().keys()
+        assert run.tracker.progress.num_peers == pytest.approx(num_peers, rel=0.02)
+        assert run.tracker.progress.samples == pytest.approx(3 * num_peers, rel=0.02)
+        assert run.tracker.outlook.samples_per_second == pytest.approx(num_peers, rel=0.02)
+
+
+async def test_peers_that_have_left_do_not_count_though_their_goodbyes_are_still_held() -> None:
+    async with run_of_one(target_batch_size=1_000_000) as run:
+        num_peers = 5 * LARGE
+        run.put_many(num_peers)
+        run.members_are(*first_peers(3), run.endpoint.peer_id)
+        for peer_id in first_peers(num_peers)[3::3]:
+            run.dht.put(KEY, peer_id, GOODBYE, sequence=10_000)
+        await run.tracker.find_place()
+        for _ in range(4):
+            await run.tracker.find_place()
+        assert run.tracker.outlook.num_peers == pytest.approx(2 / 3 * num_peers, rel=0.15)
+
+
+async def test_a_holder_that_lies_about_the_number_of_records_changes_nothing() -> None:
+    async with run_of_one(target_batch_size=1_000_000) as run:
+        num_peers = 5 * LARGE
+        run.put_many(num_peers)
+        run.members_are(*first_peers(3), run.endpoint.peer_id)
+        for inflated in (1, 1, 10, 1, 1):
+            run.dht.inflated = inflated
+            await run.tracker.find_place()
+        assert run.tracker.outlook.num_peers == pytest.approx(num_peers, rel=0.02)
+
+
+async def test_the_peer_that_leads_reads_all_records_and_so_does_a_member_that_nobody_calls_at_the_target() -> None:
+    config = ProgressConfig(min_refresh_s=0.001, max_refresh_s=0.01)
+    async with run_of_one(config, target_batch_size=1_000_000) as run:
+        run.put_many(5 * LARGE, samples=3)
+        others = first_peers(3)
+        run.members_are(run.endpoint.peer_id, *others)
+        await run.tracker.find_place()
+        assert await reads_of(run) == (0, 1)
+        assert run.tracker.progress.samples == 3 * 5 * LARGE
+        run.members_are(*others, run.endpoint.peer_id)
+        assert await reads_of(run) == (1, 0)
+        run.tracker.target_batch_size = 3 * 5 * LARGE // 2
+        run.tracker.judge()
+        await until(lambda: not run.tracker.is_partial)  # reads as the leader would
+
+
+async def test_only_guests_of_a_large_run_come_by_the_estimate_as_the_leader_calls_the_members() -> None:
+    async with run_of_one(target_batch_size=5 * LARGE) as run:
+        run.put_many(5 * LARGE, counted_s_ago=5.0)  # five samples each, by prediction; none published
+        run.members_are(*first_peers(3), run.endpoint.peer_id)
+        await run.tracker.find_place()
+        assert run.tracker.outlook.samples == run.tracker.target_batch_size
+        assert not run.tracker.is_due()
+        run.tracker.call_to_round()
+        assert run.tracker.is_due()
+        run.tracker.is_called = False
+        run.members_are(*first_peers(3))
+        run.tracker.judge()
+        assert run.tracker.is_due()
+
+
+async def test_a_mate_of_the_last_round_whose_record_is_read_later_has_gone_on_too() -> None:
+    async with run_of_one() as run:
+        mates = first_peers(2)
+        run.put_many(3, samples=5)
+        run.tracker.move(NEXT, 20, [run.endpoint.peer_id, *mates])
+        await run.tracker.refresh()
+        stranger = first_peers(3)[2]
+        assert [run.position_of(mate) for mate in mates] == [NEXT, NEXT]
+        assert run.position_of(stranger) == HERE
+        assert run.tracker.progress.samples == 0
+
+
+@pytest.mark.parametrize("why", ["a grid", "step 0", "no roster"])
+async def test_all_records_are_read_where_a_sample_does_not_tell_enough(why: str) -> None:
+    async with run_of_one(target_batch_size=1_000_000) as run:
+        seat = Seat(Layout((30, 30)), 7, 6) if why == "a grid" else NO_SEAT
+        position = Position(0, b"") if why == "step 0" else HERE
+        run.put_many(5 * LARGE, position, seat=seat)
+        if why != "no roster":
+            await run.tracker.find_place()
+        if why == "a grid":
+            run.members_are(*first_peers(3), run.endpoint.peer_id)
+            run.tracker.sit(seat)
+        assert await reads_of(run) == (0, 1)
+        assert len(run.tracker.observed()) == 5 * LARGE
 
 
 async def test_records_are_read_less_and_less_often_at_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

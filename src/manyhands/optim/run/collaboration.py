@@ -149,7 +149,7 @@ class Collaboration:
             self.tracker.branches.seen.update(presence.seen_steps.get(manifest.run_id, {}))
             parts.push_async_callback(agreed.close)
             parts.push_async_callback(self.tracker.close)
-            await self.tracker.refresh()
+            await self.tracker.find_place()
             self.tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
@@ -524,7 +524,7 @@ class Collaboration:
         None if this peer must load the state instead, or is where the run is.
         """
         if self._state_donors:  # the others may have made steps since the download began
-            await self.tracker.look(MOMENT_S)
+            await self.tracker.look(MOMENT_S, for_place=True)
         if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
         members = self.local.roster.members  # they are asked before others: a stranger may be slow on purpose

@@ -7,8 +7,11 @@ to read. A global step is due when the *published* samples reach the target. Wha
 replaces older records.
 
 In a crowd, which is a run of more than ``CROWD`` peers, records live longer and are read less often, by a factor of up
-to ``MAX_CROWD_FACTOR``. So a peer reads about as many records a minute at any size of the run. At the target only the
-leader of the next round reads; it then calls the others.
+to ``MAX_CROWD_FACTOR``. At the target only the leader of the next round reads; it then calls the others.
+
+In a run of more than ``LARGE`` peers in one group, all but that leader read the records of ``SAMPLE`` random peers at
+a time, and those of the next leaders. The peers that they know stand for all
+(docs/adr/0048-a-sample-of-the-records.md).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import statistics
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +54,16 @@ CROWD = 40
 """The largest number of peers whose records are read at the ordinary rate."""
 MAX_CROWD_FACTOR = 6.0
 """The largest factor on lifetimes and read periods of records in a crowd."""
+LARGE = 128
+"""The largest number of peers whose records are all read at each refresh."""
+SAMPLE = 64
+"""The number of random peers whose records are read at once in a larger run: at 0.7 kB for each record, once or twice a
+minute, it is 0.7 to 1.5 kB/s."""
+NUM_LEADERS = 8
+"""The number of next leaders whose records are read beside a sample, as several in a row may be gone."""
+MAX_SHARE = 8.0
+"""In a sample no peer counts for more than this many times the median peer. So one record moves the sum of a sample of
+k peers by at most about ``MAX_SHARE`` / k."""
 MAX_COUNT = 2**53
 """The largest number of samples: all integers up to it are exact as floats."""
 MAX_SPEED = 1e9
@@ -85,10 +99,16 @@ class Progress:
     eta_s: float
 
 
-def extrapolated_samples(record: PeerRecord, age_s: float) -> float:
-    """The samples of a peer ``age_s`` seconds after it published this record, if it goes on at the published speed."""
-    samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
-    return min(MAX_COUNT, samples)
+def extrapolated_samples(record: PeerRecord, age_s: float, *, is_sampled: bool = False) -> float:
+    """The samples of a peer ``age_s`` seconds after it published this record, if it goes on at the published speed.
+
+    Args:
+        is_sampled: later records of the peer may not have been read.
+    """
+    since_count_s = _since_count_s(record, age_s)
+    if is_sampled:
+        since_count_s = max(age_s, 0.0) + min(record.counted_s_ago, DAY_S)
+    return min(MAX_COUNT, record.samples + min(record.samples_per_second, MAX_SPEED) * since_count_s)
 
 
 def samples_in(record: PeerRecord, age_s: float, ahead_s: float) -> int:
@@ -161,6 +181,17 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
+def sum_of_sample(numbers: Sequence[float], weight: float | None) -> float:
+    """What all peers have together, if each of these stands for ``weight`` peers; the plain sum if that is None.
+
+    Source: an expansion estimator with top-coded values; see docs/adr/0048-a-sample-of-the-records.md for its error.
+    """
+    if weight is not None and numbers:
+        most = MAX_SHARE * statistics.median(numbers)
+        return weight * math.fsum(min(number, most) for number in numbers)
+    return sum(numbers)
+
+
 def branch_order(record: PeerRecord) -> tuple[int, int, int, bytes]:
     """The sort key of the branch that a peer is on: the branch with the highest key is the best one."""
     claim = record.claim if record.position.step == 0 else 0
@@ -197,6 +228,7 @@ class View:
     Args:
         observed: the records of all other peers of the run.
         missing: peers whose samples count, but that are not expected at the next round.
+        weight: how many peers each record stands for, if only the records of a sample were read; else None.
 
     Attributes:
         trainers: records of the peers that train at the position.
@@ -210,14 +242,16 @@ class View:
         observed: Mapping[PeerId, SeenRecord],
         position: Position,
         missing: Container[PeerId] = (),
+        weight: float | None = None,
     ) -> None:
         here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
         self.expected = {peer_id: seen.record.is_client for peer_id, seen in here.items() if peer_id not in missing}
-        self._samples = sum([seen.record.samples for seen in self.trainers.values()])
-        self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
+        self._weight = weight
+        self._samples = round(sum_of_sample([seen.record.samples for seen in self.trainers.values()], weight))
+        self._speed = sum_of_sample([seen.record.samples_per_second for seen in self.trainers.values()], weight)
 
     def progress(self, own: PeerRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
         """The progress of all trainers together.
@@ -226,13 +260,17 @@ class View:
             own: the record of this peer, which is added if it trains; None if this peer only watches.
             now: predict the others' samples for this instant, up to the target; by default the published ones count.
         """
-        num_peers = len(self.trainers)
+        num_peers = round(len(self.trainers) * (self._weight or 1.0))
         samples = self._samples
         speed = self._speed
         more = 0
         if now is not None:
-            predicted = [extrapolated_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
-            more = int(sum(predicted)) - samples
+            is_sampled = self._weight is not None
+            predicted = [
+                extrapolated_samples(seen.record, now - seen.since, is_sampled=is_sampled)
+                for seen in self.trainers.values()
+            ]
+            more = int(sum_of_sample(predicted, self._weight)) - samples
         if own is not None and not own.is_auxiliary:
             num_peers += 1
             samples += own.samples

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DAY_S, DIAL_S, IDLE_S
+from manyhands.averaging.timing import DAY_S, DIAL_S, IDLE_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -23,6 +24,9 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.belief import Poll
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
+    LARGE,
+    NUM_LEADERS,
+    SAMPLE,
     Claim,
     ProgressLog,
     ProgressReader,
@@ -44,6 +48,11 @@ IDLE_BATCHES = 5
 at least ``IDLE_S``."""
 MAX_IN_NEED = 2
 """The number of peers behind it to which a client connects at once, so that they can ask it for its state."""
+OVERDUE_SHARE = 0.2
+"""Share of the time of a step after which a member of a large run no longer relies on its prediction, which is off by
+about 5% (docs/adr/0048-a-sample-of-the-records.md)."""
+OTHERS_PATIENCE = 3
+"""How many times as long all but the next leaders wait for a call: a read of all by each is what they save."""
 CALLED_SHARE = 0.5
 """Share of the target that this peer itself must predict before another peer's call makes a step due. Less than all, as
 this peer may have read the others' records too early. More than none, so that no peer can force steps without samples.
@@ -94,7 +103,9 @@ class ProgressTracker(ProgressReader):
             began_at=began_at,
         )  # fmt: skip
         self._counted_at = 0.0  # loop time when this peer's samples were counted
-        self._moved_at = -math.inf  # loop time of the last change of this peer's position
+        self._moved_at = asyncio.get_running_loop().time()  # of the last change of this peer's position
+        self._left: tuple[Position, frozenset[PeerId]] = position, frozenset()  # the last one, and who went on with it
+        self._reached_at = math.inf  # loop time when the predicted samples reached the target
         self._brought = 0  # samples with which this peer came there
         self._read_at = -math.inf  # loop time of the last read
         self._wholly_read_at = -math.inf  # loop time of the last read from more than one holder
@@ -181,6 +192,7 @@ class ProgressTracker(ProgressReader):
             samples: of this peer, that wait for the next step already: it computed them beside this one.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
+        self._left = self.own.position, frozenset(together_with)
         self._note_round(position, lineage_samples, together_with, blamed)
         self._go_to(position, lineage_samples, sketch, samples)
 
@@ -211,6 +223,8 @@ class ProgressTracker(ProgressReader):
         )  # fmt: skip
         self.judge()
         self._publish_news(urgently=True)
+        if self.is_partial and not set(self.roster().leaders()[:1]) <= self.observed().keys():
+            self.refresh_soon()  # the next leader is this peer, which must read all, or one whose call it would ignore
 
     def _note_round(
         self, position: Position, lineage_samples: int, members: Sequence[PeerId], blamed: Collection[PeerId]
@@ -228,6 +242,13 @@ class ProgressTracker(ProgressReader):
             if peer_id in blamed:
                 super().report_missing(peer_id)
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+
+    def _brought_up_to_date(self, peer_id: PeerId, seen: SeenRecord) -> SeenRecord:
+        position, members = self._left
+        was_published_before = seen.record.position == position and seen.since <= self._moved_at + MOMENT_S
+        if peer_id in members and was_published_before:
+            return gone_to(seen, self.own.position, self.own.lineage_samples, self._moved_at)
+        return seen
 
     def _set_own(self, **changes: object) -> None:
         before = self.own
@@ -263,25 +284,59 @@ class ProgressTracker(ProgressReader):
 
     # records of the others
 
-    async def look(self, timeout_s: float = DIAL_S) -> None:
-        """Read the others' records now; if that fails, the records read before stay."""
+    async def look(self, timeout_s: float = DIAL_S, *, for_place: bool = False) -> None:
+        """Read the others' records now; if that fails, the records read before stay.
+
+        Args:
+            for_place: only to see where the run is; see :meth:`find_place`.
+        """
         try:
             async with time_limit(timeout_s, "reading the progress of the others"):
-                await self.refresh()
+                await (self.find_place() if for_place else self.refresh())
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them."""
+        await self._judged_after(super().refresh(quickly=quickly))
+        if not quickly:
+            self._wholly_read_at = self._read_at
+
+    async def refresh_part(self, most: int, names: Collection[PeerId]) -> None:
+        await self._judged_after(super().refresh_part(most, names))
+
+    async def _judged_after(self, read: Coroutine[Any, Any, None]) -> None:
         try:
-            await super().refresh(quickly=quickly)
+            await read
         finally:
             self.judge()  # also after a failure: some records may have expired
-        self._read_at = now = asyncio.get_running_loop().time()
-        if not quickly:
-            self._wholly_read_at = now
-        if self.twin.is_to_be_told(now):
+        self._read_at = asyncio.get_running_loop().time()
+        if self.twin.is_to_be_told(self._read_at):
             self.publish_soon()
+
+    async def find_place(self) -> None:
+        """Read the records to see where the run is: in a large run in one group a sample is enough.
+
+        Raises:
+            Unavailable: the DHT does not answer.
+        """
+        is_small = not self.is_partial and 0 < self._num_known() <= LARGE
+        if not is_small:
+            await self._read_sample()
+            records = self.records().values()
+            # at step 0 a single claim decides where the run begins; in a grid this peer needs the seats of all
+            is_enough = any(record.position.step for record in records) and not any(map(_has_seat, records))
+            if self.is_partial and is_enough and self._num_known() > LARGE:
+                return
+        await self.refresh()
+
+    def _num_known(self) -> float:
+        """Number of the other peers, at any position; in a large run by estimate."""
+        return len(self.observed()) * self.weight
+
+    async def _read_sample(self) -> None:
+        leaders = self.roster().leaders()[:NUM_LEADERS]
+        await self.refresh_part(SAMPLE, self.branches.belief.initial_peers().union(leaders))
 
     def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         self.twin.seen(seen.record.began_at, seen.since, now)
@@ -321,6 +376,12 @@ class ProgressTracker(ProgressReader):
         view, enough = self.view, self.target_batch_size
         self.progress = view.progress(self.own, enough)
         self.outlook = view.progress(self.own, enough, asyncio.get_running_loop().time())
+        if self.is_partial and self._endpoint.peer_id not in self.roster().members:
+            self.progress = self.outlook  # nobody may call a guest, and what a sample has published is old
+        if self.outlook.samples < enough:
+            self._reached_at = math.inf
+        elif self._reached_at == math.inf:
+            self._reached_at = asyncio.get_running_loop().time()
         if self.progress.samples >= enough:
             self._due.set()
         if self.on_outlook is not None:
@@ -331,7 +392,7 @@ class ProgressTracker(ProgressReader):
         """The other peers here, as last read; a new object only after a record has changed or expired."""
         observed = self.observed()
         if self._view is None or self._view.observed is not observed:
-            self._view = View(observed, self.own.position, self.missing())
+            self._view = View(observed, self.own.position, self.missing(), self.weight if self.is_partial else None)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -479,7 +540,10 @@ class ProgressTracker(ProgressReader):
             # mostly from one holder of the records; each DIAL_S, unless in a crowd, from most of them
             is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < DIAL_S
             try:
-                await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
+                if self._reads_sample():
+                    await self._read_sample()
+                else:
+                    await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
@@ -499,10 +563,37 @@ class ProgressTracker(ProgressReader):
         At the target they double from read to read: then nothing is left to predict, and batches trigger reads.
         """
         config = self._config
+        longest_s = config.max_refresh_s * self._crowd_factor
+        if self._reads_sample():
+            now = asyncio.get_running_loop().time()
+            return min(max(self._overdue_at(now) - now, config.max_refresh_s), longest_s)
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
-            return min(max(2 * last_s, first_s), config.max_refresh_s * self._crowd_factor)
+            return min(max(2 * last_s, first_s), longest_s)
         return next_refresh_s(self.outlook, config)
+
+    def _reads_sample(self) -> bool:
+        """Whether this peer reads the records of a sample: in a large run in one group, unless it is to lead.
+
+        A member that nobody has called long after the predicted target reads all, as the leader would; those that would
+        lead next do so first.
+        """
+        members = self.roster().members
+        if not members or self.own.seat.layout.sides or self._num_known() <= LARGE:
+            return False
+        if self._endpoint.peer_id not in members:
+            return True
+        now = asyncio.get_running_loop().time()
+        return now < self._overdue_at(now) and self._next_leader() != self._endpoint.peer_id
+
+    def _overdue_at(self, now: float) -> float:
+        """When the leader should have called at the latest, by a prediction from a sample; infinite if it has."""
+        if self.is_called or self.is_busy or self.is_moving:
+            return math.inf
+        reached_at = min(self._reached_at, now + self.outlook.eta_s)
+        patience_s = max(self._config.max_refresh_s, OVERDUE_SHARE * (reached_at - self._moved_at))
+        is_deputy = self._endpoint.peer_id in self.roster().leaders()[:NUM_LEADERS]
+        return reached_at + patience_s * (1 if is_deputy else OTHERS_PATIENCE)
 
     def is_worth_a_look(self) -> bool:
         """Whether to read now, as the target should be reached although the records read so far do not say so."""
@@ -518,7 +609,7 @@ class ProgressTracker(ProgressReader):
         This peer had half of its part of the target when that step ended. The others should have as many, but count as
         without samples until their records are read.
         """
-        return self._read_at < self._moved_at and 2 * self._brought * self.num_peers_here() >= self.target_batch_size
+        return self._read_at < self._moved_at and 2 * self._brought * self.outlook.num_peers >= self.target_batch_size
 
     @property
     def _is_led(self) -> bool:
@@ -528,8 +619,15 @@ class ProgressTracker(ProgressReader):
         members = self.roster().members
         if members and self._endpoint.peer_id not in members:
             return False  # the leader may not know this peer
+        return self._next_leader() not in (None, self._endpoint.peer_id)
+
+    def _next_leader(self) -> PeerId | None:
+        """The peer that leads the next round, as far as this peer knows; None if nobody here can."""
         hosts = {peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client}
         if not self.own.is_client:
             hosts.add(self._endpoint.peer_id)
-        leader = next((peer_id for peer_id in self.roster().leaders(hosts) if peer_id in hosts), None)
-        return leader not in (None, self._endpoint.peer_id)
+        return next((peer_id for peer_id in self.roster().leaders(hosts) if peer_id in hosts), None)
+
+
+def _has_seat(record: PeerRecord) -> bool:
+    return bool(record.seat.layout.sides)
