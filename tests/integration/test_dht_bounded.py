@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from manyhands.base.identity import Identity, PeerId
@@ -133,6 +134,18 @@ async def test_a_read_of_certain_owners_reads_no_others(swarm: Swarm) -> None:
     assert await read(nodes[0], owners=sorted(ids)[:1]) == {*sorted(ids)[:1]}
     assert sum(sizes) < 4 * len(LARGE)
     assert await read(nodes[0], owners=()) == set()
+
+
+async def test_a_holder_that_shows_more_than_was_asked_for_shows_one_page_of_it(swarm: Swarm) -> None:
+    nodes, ids = await add_members(swarm, 1)
+    attacker = await add_attacker(swarm, "127.0.101.1", large_records())
+    answer: Any = attacker._handlers.answer
+    attacker._handlers.answer = lambda remote, request: answer(  # type: ignore[method-assign]
+        remote, msgspec.structs.replace(request, owners=None)
+    )
+    sizes = count_bytes(swarm, nodes[0])
+    assert await read(nodes[0], owners=ids) == ids
+    assert sum(sizes) < 2 * MAX_FOUND_BYTES
 
 
 async def test_what_one_read_could_not_afford_is_read_by_later_ones(swarm: Swarm) -> None:

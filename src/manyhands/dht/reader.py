@@ -257,14 +257,14 @@ class Reader:
     ) -> list[Record]:
         """Read the pages after this one and return the valid records.
 
-        It ends at a page without progress, and when the network of the holder cannot afford more; then the records of
-        known owners are read by name.
+        It ends at a page without progress, or with records that were not asked for, and when the network of the holder
+        cannot afford more; then the records of known owners are read by name.
 
         Args:
             owners: whose records the page is of; None for all.
         """
         passed: list[Record] = []
-        if not page.is_more or not page.records:
+        if not page.is_more or not _keeps_to(owners, page):
             return passed
         loop = asyncio.get_running_loop()
         num_left = self._config.max_records_per_key - len(page.records)
@@ -287,6 +287,8 @@ class Reader:
             more = self._merge(found, peer_id, answer.records)
             found.note_shown(peer_id, more)
             passed += more
+            if not _keeps_to(owners, answer):
+                break
         return passed
 
     def _note_cut(self, key: str, peer_id: PeerId, after: str) -> None:
@@ -378,3 +380,8 @@ class Reader:
         while num_left and self._handlers.may_check(source, [records[to_check[0]].record]):
             num_left -= 1
         return set(self._rng.sample(to_check, num_left))
+
+
+def _keeps_to(owners: Sequence[str] | None, page: FindResponse) -> bool:
+    """Whether a page has records, and none but those that were asked for."""
+    return bool(page.records) and (owners is None or {aged.record.owner for aged in page.records} <= set(owners))

@@ -20,12 +20,14 @@ class FakeDht:
     Attributes:
         stored: each value that was stored, in order.
         gate: while it is cleared, readers wait.
+        other_holders: while it is cleared, readers from more than one holder wait.
         inflated: the factor by which a read of a part overstates the number of records.
     """
 
     records: dict[str, dict[str, StoredValue]] = field(default_factory=dict)
     stored: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    other_holders: asyncio.Event = field(default_factory=asyncio.Event)
     num_reads: int = 0
     num_parts: int = 0
     inflated: int = 1
@@ -34,6 +36,7 @@ class FakeDht:
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.other_holders.set()
 
     def put(
         self, key: str, subkey: str, value: Any, *, sequence: int, remaining_s: float = 30.0, owner: str | None = None
@@ -54,6 +57,8 @@ class FakeDht:
     ) -> dict[str, StoredValue]:
         self.num_reads += owners is None
         await self.gate.wait()
+        if not quickly:
+            await self.other_holders.wait()
         records = self.records.get(key, {})
         return {subkey: stored for subkey, stored in records.items() if owners is None or subkey in set(owners)}
 

@@ -497,6 +497,15 @@ async def test_records_are_read_when_the_target_must_be_reached() -> None:
         assert not run.tracker.is_worth_a_look()
 
 
+async def test_a_slow_holder_of_the_records_holds_up_no_step_that_they_make_due() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, samples=4)
+        run.put_many(1, samples=6)
+        run.dht.other_holders.clear()
+        await run.tracker.look(0.05)
+        assert run.tracker.is_due()
+
+
 @pytest.mark.parametrize(("are_clients", "is_first"), [(True, True), (False, False)])
 async def test_in_a_crowd_the_peer_that_would_lead_reads_first(are_clients: bool, is_first: bool) -> None:
     async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
