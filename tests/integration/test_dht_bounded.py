@@ -15,7 +15,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.base.rate import BURST_S
 from manyhands.dht import DhtNode
 from manyhands.dht.config import MAX_FOUND_BYTES
-from manyhands.dht.messages import FIND
+from manyhands.dht.messages import FIND, FindRequest
 from manyhands.dht.rate_limit import READ_BYTES_PER_S
 from manyhands.dht.records import AgedRecord, Record, encode_value
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm
@@ -146,6 +146,39 @@ async def test_a_holder_that_shows_more_than_was_asked_for_shows_one_page_of_it(
     sizes = count_bytes(swarm, nodes[0])
     assert await read(nodes[0], owners=ids) == ids
     assert sum(sizes) < 2 * MAX_FOUND_BYTES
+
+
+@pytest.mark.parametrize("is_by_invitation", [True, False])
+async def test_a_holder_that_shows_strangers_alone_is_asked_once(swarm: Swarm, is_by_invitation: bool) -> None:
+    nodes, ids = await add_members(swarm, 4)
+    for node in nodes:
+        node.met["run"] = lambda: ids
+        if is_by_invitation:
+            node.members["run"] = Invited(*ids)
+    attacker = await swarm.add(host="127.0.101.1")
+    strangers = [AgedRecord(record, 0.0) for record in large_records()[:20]]
+    answer: Any = attacker._handlers.answer
+
+    def with_strangers(remote: PeerId, request: FindRequest) -> Any:
+        response = answer(remote, request)
+        if request.key != KEY:
+            return response
+        return msgspec.structs.replace(response, records=strangers if request.wants_records else [], digest=b"other")
+
+    attacker._handlers.answer = with_strangers  # type: ignore[method-assign]
+    assert ids <= await read(nodes[0])
+    attackers_id, endpoint = swarm.endpoint_of(attacker).peer_id, swarm.endpoint_of(nodes[0])
+    call, asked = endpoint.call, list[PeerId]()
+
+    async def noted(peer_id: PeerId, *rest: Any) -> Any:
+        asked.append(peer_id)
+        return await call(peer_id, *rest)
+
+    endpoint.call = noted  # type: ignore[method-assign]
+    for number in range(10):
+        assert ids <= await read(nodes[0], quickly=number % 2 > 0)
+    assert attackers_id not in asked
+    assert asked, "of the others, most are asked in every second read"
 
 
 async def test_what_one_read_could_not_afford_is_read_by_later_ones(swarm: Swarm) -> None:

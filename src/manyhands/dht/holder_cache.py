@@ -7,14 +7,14 @@ Rules:
     * it is invalid once this node knows a nearer peer, such as a newcomer or one of a part that was cut off;
     * the caller drops it when a holder does not answer, or answers that it is no longer among the nearest;
     * writers need the nearest peers, but readers need peers that hold the records; a peer that replaced a dead holder
-      may have none yet. So a lookup that read records marks its holders as *complete* or not, and readers of an
-      incomplete set ask all of them.
+      may have none yet, and a stranger may show others. So a lookup that read records notes which holders are
+      *complete*. Readers ask these alone if they are more than half, and otherwise all holders.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from manyhands.base.identity import PeerId
@@ -35,7 +35,7 @@ REMEMBERED_KEYS = 1024
 class _Found:
     holders: tuple[PeerId, ...]
     until: float
-    are_complete: bool
+    complete: frozenset[PeerId]
 
 
 class HolderCache:
@@ -121,20 +121,23 @@ class HolderCache:
         return any(distance(node_id(peer_id), target) < farthest for peer_id in others)
 
     def recall_complete(self, key: str, now: float) -> tuple[PeerId, ...]:
-        """Like :meth:`recall`, but only if all of them held the records."""
+        """Like :meth:`recall`, but only those that held the records; empty unless they are more than half."""
         holders = self.recall(key, now)
-        return holders if holders and self._found[key].are_complete else ()
+        complete = tuple(peer_id for peer_id in holders if peer_id in self._found[key].complete)
+        return complete if 2 * len(complete) > len(holders) else ()
 
-    def remember(self, key: str, holders: Sequence[PeerId], now: float, are_complete: bool | None = None) -> None:
+    def remember(
+        self, key: str, holders: Sequence[PeerId], now: float, complete: Collection[PeerId] | None = None
+    ) -> None:
         """Cache the holders that a lookup found.
 
         Args:
-            are_complete: whether all of them returned the records; None if they were not asked.
+            complete: those that returned the records; None if they were not asked.
         """
-        if are_complete is None:
+        if complete is None:
             before = self._found.get(key)
-            are_complete = before is not None and before.are_complete and set(holders) <= set(before.holders)
-        self._found[key] = _Found(tuple(holders), now + self._memory_s, are_complete)
+            complete = before.complete if before is not None and set(holders) <= set(before.holders) else ()
+        self._found[key] = _Found(tuple(holders), now + self._memory_s, frozenset(complete))
         self._found.move_to_end(key)
         if len(self._found) > REMEMBERED_KEYS:
             self._found.popitem(last=False)

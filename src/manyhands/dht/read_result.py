@@ -193,12 +193,12 @@ class ReadResult:
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
         """Whether each of these holders has returned most of all records; it may be about to receive the rest.
 
-        If not all was read, only the records of known owners count: strangers have filled the key.
+        If there are records of known owners, only these count: a stranger can show any number that others do not hold.
         """
         num, shown = len(self.found), self._num_shown
-        if self.is_partial:
-            num = sum(self.looked_for.is_known(record) for record, _, _ in self.found.values())
-            shown = self._num_known_shown
+        num_known = sum(self.looked_for.is_known(record) for record, _, _ in self.found.values())
+        if num_known or self.is_partial:
+            num, shown = num_known, self._num_known_shown
         return all(shown[holder] >= COMPLETE_SHARE * num for holder in holders)
 
     def values(self, now: float) -> dict[str, StoredValue]:

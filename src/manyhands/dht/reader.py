@@ -190,18 +190,21 @@ class Reader:
             pages = ((peer, first_pages[peer], asked_for[peer]) for peer in asked)
             await gathered(*(self._read_on(peer, key, found, names, page, owners) for peer, page, owners in pages))
         now = asyncio.get_running_loop().time()
-        self._holder_cache.remember(key, holders, now, found.are_complete(holders))
+        complete = [peer_id for peer_id in holders if found.are_complete([peer_id])]
+        self._holder_cache.remember(key, holders, now, complete)
 
     async def _read_at_some(self, key: str, found: ReadResult, names: Sequence[str], quickly: bool) -> bool:
         """Read from one or a majority of the remembered holders; return whether the result is complete."""
-        replicas = list(self._holder_cache.recall_complete(key, asyncio.get_running_loop().time()))
+        now = asyncio.get_running_loop().time()
+        replicas = list(self._holder_cache.recall_complete(key, now))
         if not replicas:
             return False
+        majority = len(self._holder_cache.recall(key, now)) // 2 + 1
         self._rng.shuffle(replicas)
         # this node first, as that takes no request; those last that have shown many records of unknown owners
         is_named_only = {peer_id: self._is_named_only(peer_id, key, found.looked_for) for peer_id in replicas}
         replicas.sort(key=lambda peer_id: (is_named_only[peer_id], peer_id != self._own_id))
-        first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
+        first, *others = replicas[: 1 if quickly else majority]
         compared = names if any(is_named_only[peer_id] for peer_id in (first, *others)) else None
         found.is_partial |= compared is not None and found.looked_for.only is None
         owners = self._owners_to_ask_for(first, key, found, names)
