@@ -5,7 +5,7 @@
 All peers compute batches and publish their progress records in virtual time. Speeds differ by a factor of ten or more
 (log-normal, with a standard deviation of 0.7 times the mean). Some of the peers, the *observers*, run the real
 ``ProgressTracker``: it reads the records with the real ``Reader`` from a holder, predicts the end of the step, and
-decides when the step begins. All peers are one group, unless ``--max-group-size`` is smaller. Six observers lead in
+decides when the step begins. All peers are one group, unless ``--max-group-size`` is smaller. Some observers lead in
 turn: the leader of a round calls the other members. Four are ordinary members, and four are newcomers, if there are
 any: they find the run, load its state, and come by their own decision.
 
@@ -84,7 +84,7 @@ JOINS_S = 20.0
 MEAN_SPEED = 8.0  # samples a second
 SPREAD = 0.7  # of the speeds, standard deviation over mean
 LATE_SHARE = 0.1  # of a step
-NUM_LEADING, NUM_MEMBERS, NUM_GUESTS = 6, 4, 4  # observers
+NUM_MEMBERS, NUM_GUESTS = 4, 4  # observers
 EPOCH_S = 1_800_000_000.0
 TLS_RECORD_BYTES = 22
 CONFIG = ProgressConfig()
@@ -379,7 +379,8 @@ class Simulation:
         self._num_made = num_peers
         # one of them leads each step: of founders, the one with the lowest id that has not led yet
         by_id = sorted(self._trainers, key=lambda trainer: trainer.peer_id)
-        self._observers = by_id[:NUM_LEADING] + by_id[NUM_LEADING:][-NUM_MEMBERS:]
+        self._num_leading = min(num_steps + 4, num_peers // 2)
+        self._observers = by_id[: self._num_leading] + by_id[-NUM_MEMBERS:]
         self._target = round(sum(trainer.speed for trainer in self._trainers) * step_s)
         self._step_s = step_s
         self._step = 0
@@ -773,7 +774,7 @@ class Simulation:
         return row
 
     def _num_newcomers(self) -> int:
-        return len(self._observers) - NUM_LEADING - NUM_MEMBERS
+        return len(self._observers) - self._num_leading - NUM_MEMBERS
 
 
 def measure(num_peers: int, churn: float, reads: str, options: Any) -> dict[str, Any]:
