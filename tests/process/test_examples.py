@@ -16,13 +16,14 @@ SHOWS = {
     "quickstart.py": ": 2 peers, loss",
     "averaging.py": "averaged by 2 peers",
     "evaluate.py": "held-out loss",
+    "fsdp.py": ": 2 peers, loss",
     "local_steps.py": ": 2 peers, loss",
     "several_gpus.py": ": 2 peers, loss",
     "transformers_trainer.py": "'num_peers': 2",
 }
 """What each program prints when two peers work together."""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-STARTED_BY = {"several_gpus.py": TORCHRUN}
+STARTED_BY = {"fsdp.py": TORCHRUN, "several_gpus.py": TORCHRUN}
 
 
 TOGETHER = [name for name in SHOWS if name != "evaluate.py"]

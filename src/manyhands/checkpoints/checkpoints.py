@@ -18,6 +18,7 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir, Place, parted
 from manyhands.checkpoints.optimizer_state import load_state, save_state
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.options import is_sharded
 from manyhands.optim.wrapper import PLACE
 from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 SAVE_TIMEOUT_S = 120.0
 """Longest time in seconds for which a save delays the end of a program that was told to leave."""
 MODEL = "model.safetensors"
+SPLIT = (
+    "the model is split over the ranks (FSDP2), and Checkpoints saves on rank 0 alone. Write on all ranks\n"
+    "    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+    "    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
+    "    state = {'model': get_model_state_dict(model, options=whole), 'optimizer': optimizer.state_dict()}\n"
+    "    if torch.distributed.get_rank() == 0:\n"
+    "        torch.save(state, 'checkpoint')"
+)
 
 
 class Pretrained(Protocol):
@@ -86,6 +95,8 @@ class Checkpoints:
             raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained(); give the tokenizer itself, or None")
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is of type {type(model).__name__}; give the module that the optimizer trains")
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigError(SPLIT)
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if num_missing := len(trained - set(model.parameters())):
             raise ConfigError(

@@ -114,40 +114,10 @@ class GradientAccumulator(Accumulator):
             gradients = [_dense(parameter.grad) for parameter in self._parameters]
             if not are_finite([gradient for gradient in gradients if gradient is not None]):
                 return False
-            self._add_in(self._buffer(), gradients, grad_scale, weight / (self.weight + weight))
+            add_gradients(self._buffer(), gradients, grad_scale, weight / (self.weight + weight))
         self._count(samples, at_step)
         self.weight += weight
         return True
-
-    def _add_in(
-        self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float
-    ) -> None:
-        """Move the mean towards these gradients by their share of the weight; replace it if there is none yet."""
-        is_first = self.weight == 0
-        used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32, device=self._device)
-        plain, means = [used], [mean.shares]
-        for gradient, value in zip(gradients, mean.values, strict=True):
-            if gradient is None:
-                if is_first:
-                    value.zero_()
-                else:
-                    value.mul_(1 - share)
-            elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
-                plain.append(gradient)
-                means.append(value)
-            else:
-                gradient = gradient.to(value)  # float32 before the division, which may underflow in half precision
-                if grad_scale != 1.0:
-                    gradient = gradient / grad_scale
-                if is_first:
-                    value.copy_(gradient)
-                else:
-                    value.lerp_(gradient, share)
-        # one call for all gradients that need no conversion: on a GPU, one kernel
-        if is_first:
-            torch._foreach_copy_(means, plain)
-        else:
-            torch._foreach_lerp_(means, plain, share)
 
     def freeze(self) -> Contribution:
         mean_N = self._buffer().flat_N
@@ -164,22 +134,25 @@ class GradientAccumulator(Accumulator):
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
-        weight = contribution.weight
-        if weight > 0 and self.weight == 0 and self._device == HOST:
-            before, self._mean = self._mean, self.layout.views(contribution.mean_N)
+        if contribution.weight > 0:
+            self._merge(contribution.mean_N, contribution.weight)
+        if contribution.samples:
+            self._count(contribution.samples, contribution.since_step)
+            self.was_out = True
+
+    def _merge(self, given_N: torch.Tensor, weight: float) -> None:
+        """Add a mean gradient of a weight to the accumulated one; its memory is this object's from now on."""
+        if self.weight == 0 and self._device == HOST:
+            before, self._mean = self._mean, self.layout.views(given_N)
             self._spare_N = self._spare_N if before is None else before.flat_N
-        elif weight > 0:
+        else:
             mean_N = self._buffer().flat_N
-            given_N = contribution.mean_N.to(self._device)
             if self.weight == 0:
                 mean_N.copy_(given_N)
             else:
-                mean_N.lerp_(given_N, weight / (weight + self.weight))
-            self._spare_N = contribution.mean_N
-        if contribution.samples:
-            self._count(contribution.samples, contribution.since_step)
-            self.weight += weight
-            self.was_out = True
+                mean_N.lerp_(given_N.to(self._device), weight / (weight + self.weight))
+            self._spare_N = given_N
+        self.weight += weight
 
     def release(self, contribution: Contribution, *, is_free: bool) -> None:
         if is_free:
@@ -190,8 +163,7 @@ class GradientAccumulator(Accumulator):
         self.weight = 0.0
 
     def _buffer(self) -> FlatGradients:
-        devices = {parameter.device for parameter in self._parameters}
-        device = devices.pop() if len(devices) == 1 else HOST
+        device = self._home()
         if self.weight == 0 and device != self._device:  # the model was moved, and nothing has been added since
             self._device, self._mean = device, None
         if self._mean is None and self._device == HOST and self._spare_N is not None:
@@ -199,6 +171,43 @@ class GradientAccumulator(Accumulator):
         elif self._mean is None:
             self._mean = self.layout.empty(self._device)
         return self._mean
+
+    def _home(self) -> torch.device:
+        """Where the mean is accumulated."""
+        devices = {parameter.device for parameter in self._parameters}
+        return devices.pop() if len(devices) == 1 else HOST
+
+
+def add_gradients(
+    mean: FlatGradients, gradients: Sequence[torch.Tensor | None], grad_scale: float, share: float
+) -> None:
+    """Move a mean towards these gradients by their share of the weight; with a share of 1 they take its place."""
+    is_first = share == 1
+    device = mean.flat_N.device
+    used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32, device=device)
+    plain, means = [used], [mean.shares]
+    for gradient, value in zip(gradients, mean.values, strict=True):
+        if gradient is None:
+            if is_first:
+                value.zero_()
+            else:
+                value.mul_(1 - share)
+        elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
+            plain.append(gradient)
+            means.append(value)
+        else:
+            gradient = gradient.to(value)  # float32 before the division, which may underflow in half precision
+            if grad_scale != 1.0:
+                gradient = gradient / grad_scale
+            if is_first:
+                value.copy_(gradient)
+            else:
+                value.lerp_(gradient, share)
+    # one call for all gradients that need no conversion: on a GPU, one kernel
+    if is_first:
+        torch._foreach_copy_(means, plain)
+    else:
+        torch._foreach_lerp_(means, plain, share)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

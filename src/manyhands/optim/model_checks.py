@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.base.errors import ConfigError
 from manyhands.optim.flat import num_writes
+from manyhands.optim.options import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,11 @@ class LoopChecks:
             self._was_zero |= not self._counted.any()
 
     def _after(self, _: torch.Tensor) -> None:
-        if self._is_unwritten(1):
-            self._num_writes, self._was_added_to = self._num_writes + 1, True
+        num_more = (
+            0 if is_sharded(self._smallest) else 1
+        )  # FSDP2 adds to the shard, which is not a write to the DTensor
+        if self._is_unwritten(num_more):
+            self._num_writes, self._was_added_to = self._num_writes + num_more, True
         else:
             self._counted = None
 

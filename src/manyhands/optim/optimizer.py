@@ -19,10 +19,10 @@ from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.text import counted
-from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.accumulator import Accumulator, GradientAccumulator
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.extra_tensors import extra_tensors_of
+from manyhands.optim.extra_tensors import ExtraTensors, extra_tensors_of
 from manyhands.optim.health import Health
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.metrics import Failure, RecentSteps
@@ -46,6 +46,7 @@ from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
 from manyhands.optim.step.replica import Replica
+from manyhands.optim.step.shards import ShardedAccumulator, Shards
 from manyhands.optim.wrapper import PLACE, OptimizerWrapper
 from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
@@ -128,6 +129,8 @@ class Optimizer(OptimizerWrapper):
 
     _step_supports_amp_scaling = True
     """Tells ``torch.amp.GradScaler`` that :meth:`step` divides by the scale itself, and drops overflowed gradients."""
+    _shards: Shards | None = None
+    """The model's shards, if the ranks of this peer have split it; see :class:`ShardedOptimizer`."""
 
     @undone_if_it_raises
     def __init__(
@@ -175,7 +178,8 @@ class Optimizer(OptimizerWrapper):
         averaging = split.averaging(averaging_of(averaging, matchmaking_time_s, averaging_timeout_s))
         self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
-        named = checked_parameters(self.inner)  # with the model's own parameters, not yet copies
+        # with the model's own parameters, not yet copies
+        named = checked_parameters(self.inner, may_be_sharded=self._shards is not None)
         self._wrapping = Wrapping(self.inner, named, run_id, scheduler)
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
@@ -190,7 +194,7 @@ class Optimizer(OptimizerWrapper):
         of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
         self._local: InnerSteps | None = None
         if local_steps is None:
-            replica = Replica(self.inner, schedule, **of_replica)
+            replica = Replica(self.inner, schedule, shards=self._shards, **of_replica)
         else:
             replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
             self._local = InnerSteps(local)
@@ -208,7 +212,7 @@ class Optimizer(OptimizerWrapper):
         self.last_failure: Failure | None = None
         """The last time that samples of this peer did not count at once, and why; None if they always have."""
         self.peer = peer
-        accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
+        accumulator: Accumulator = self._local or self._new_accumulator(extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
         self.statistics: Statistics = self._samples.statistics
         """Counts of this peer so far."""
@@ -235,6 +239,12 @@ class Optimizer(OptimizerWrapper):
         self._wrapping.begin()
         close_when_lost(self, self._collaboration.close_lost, self._collaboration.loop)
         self._show()
+
+    def _new_accumulator(self, extra: ExtraTensors) -> Accumulator:
+        parameters = self._replica.model_parameters
+        if self._shards is not None:
+            return ShardedAccumulator(parameters, extra, self._shards)
+        return GradientAccumulator(parameters, extra)
 
     @property
     def global_step(self) -> int:
@@ -384,9 +394,13 @@ class Optimizer(OptimizerWrapper):
 
         Waits for a step in the background, so take the model's parameters for a checkpoint after this call.
         """
+        self.settle_and_take_over()
+        return super().state_dict()
+
+    def settle_and_take_over(self) -> None:
+        """Wait for a step in the background, and take over what the user's code has written to the model."""
         self.settle()
         self._take_over()
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state on this peer, after you have loaded the parameters into the model.

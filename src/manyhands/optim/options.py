@@ -164,7 +164,15 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
     return whole("batch_size", batch_size, least=0, example=32)
 
 
-def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``, of which this process may hold a part only."""
+    # by an attribute, as torch imports the class only when needed
+    return hasattr(tensor, "device_mesh")
+
+
+def checked_parameters(
+    optimizer: torch.optim.Optimizer, *, may_be_sharded: bool = False
+) -> list[tuple[str, torch.Tensor]]:
     """All parameters of an optimizer with their names; raises ``ConfigError`` if one cannot be trained in a run."""
     seen: set[int] = set()
     named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
@@ -172,18 +180,18 @@ def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torc
         if id(parameter) in seen:
             raise ConfigError(f"{name} is given to the optimizer twice; give each parameter once, as parameters() does")
         seen.add(id(parameter))
-        _check(name, parameter)
+        _check(name, parameter, may_be_sharded=may_be_sharded)
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the optimizer requires grad, so there is nothing to train")
     return named
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
+def _check(name: str, parameter: torch.Tensor, *, may_be_sharded: bool) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigError(f"{name} has no shape yet; run a batch through the model before the Optimizer is made")
-    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # say a DTensor, which is sharded
-        is_sharded = hasattr(parameter, "device_mesh")
-        way_out = "; FSDP and tensor parallel are not supported, DistributedDataParallel is" if is_sharded else ""
+    is_ordinary = type(parameter).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_ordinary and not (may_be_sharded and is_sharded(parameter)):
+        way_out = "; with FSDP2, make a manyhands.ProcessGroupOptimizer on all ranks" if is_sharded(parameter) else ""
         kind = type(parameter).__name__
         raise ConfigError(f"{name} is a {kind}; an ordinary tensor is needed, whole on this machine{way_out}")
     if parameter.layout != torch.strided:

@@ -1,33 +1,33 @@
 """One peer made of several processes: the ranks of a ``torch.distributed`` job, for example one for each GPU.
 
 All ranks make each call of the optimizer. Rank 0 gathers the sizes of their batches, makes the call for the peer, and
-broadcasts the result. These messages have a gloo group of their own. So they wait for no GPU, and when a rank dies, its
-sockets close, which all others notice at once.
+broadcasts the result. With ``DistributedDataParallel`` each rank has the whole model. With FSDP2 each has a shard of it
+(``manyhands/optim/step/shards.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from manyhands.averaging.state.content import spec_of
-from manyhands.averaging.timing import RANK_S
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
+from manyhands.optim.options import OptimizerMaker, checked_parameters, is_sharded, made_optimizer
+from manyhands.optim.ranks import CallOutcome, Ranks, Request
 from manyhands.optim.serializable import merged
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
 from manyhands.optim.step.global_step import Statistics
 from manyhands.optim.step.replica import MODES
+from manyhands.optim.step.shards import Shards, check_shards
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 
@@ -35,74 +35,6 @@ logger = logging.getLogger(__name__)
 
 FIGURES = ("global_step", "num_peers", "samples_accumulated", "is_stepping", "samples_per_second", "last_contribution")
 """Attributes of the peer's optimizer that all ranks have after each call, like a copy of its ``statistics``."""
-
-
-class Ranks:
-    """The ranks of the default process group, for one of them.
-
-    All methods raise ``RankLost`` if another rank is gone, or does not make the same call in time.
-    """
-
-    def __init__(self) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError(
-                "there are no ranks: start the program with torchrun --nproc-per-node N, and call "
-                "torch.distributed.init_process_group() first; a process by itself needs manyhands.Optimizer only"
-            )
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        with self._lost("formed the group for messages"):
-            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
-
-    def gather(self, own: Any) -> list[Any]:
-        """Send this rank's value to all ranks; returns the values of all ranks."""
-        said: list[Any] = [None] * self.num_ranks
-        with self._lost("waited for all ranks to make the same call"):
-            dist.all_gather_object(said, own, group=self._words)
-        return said
-
-    def broadcast(self, outcome: CallOutcome | None) -> CallOutcome:
-        """Send the outcome of a call from rank 0 to all ranks; returns it. On the others the argument is None."""
-        said = [outcome]
-        with self._lost("sent them the result of a call" if self.rank == 0 else "waited for the result of rank 0"):
-            dist.broadcast_object_list(said, src=0, group=self._words)
-        assert said[0] is not None
-        return said[0]
-
-    @torch.no_grad()
-    def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of rank 0 to all ranks, over the job's own process group. All ranks must call this."""
-        with self._lost("copied the parameters of rank 0"):
-            for tensor in tensors:
-                dense = tensor.detach().contiguous()
-                dist.broadcast(dense, src=0)
-                if self.rank != 0 and not tensor.is_contiguous():
-                    tensor.copy_(dense)
-
-    @contextmanager
-    def _lost(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # both gloo and NCCL raise it
-            raise RankLost(
-                f"rank {self.rank} of {self.num_ranks} lost other ranks while it {doing}: {error}"
-            ) from error
-
-
-class CallOutcome(NamedTuple):
-    """Rank 0's message to the other ranks at the end of a call.
-
-    Attributes:
-        error: why there is no result; the other attributes are then undefined.
-        result: of the call.
-        figures: the attributes of ``FIGURES``, and ``statistics``, by name.
-        options: the options of the parameter groups, such as the learning rate; None if the parameters have not
-            changed. Otherwise rank 0 sends the parameters next, with :meth:`Ranks.share`.
-    """
-
-    error: Exception | None = None
-    result: Any = None
-    figures: Any = None
-    options: list[dict[str, Any]] | None = None
 
 
 class StepArguments(NamedTuple):
@@ -132,9 +64,32 @@ def unequal(batches: Sequence[StepArguments]) -> str:
         return ""
     return (
         f"the ranks have batches of {', '.join(f'{size:g}' for size in sizes if size is not None)}, but "
-        "DistributedDataParallel counts each rank alike: give all of them equal batches, or multiply the loss of each "
-        "by the number of ranks and by its part of the whole batch"
+        "DistributedDataParallel and FSDP2 count each rank alike: give all of them equal batches, or multiply the loss "
+        "of each by the number of ranks and by its part of the whole batch"
     )
+
+
+class ShardedOptimizer(Optimizer):
+    """The optimizer of rank 0 where FSDP2 has split the model: it steps on a copy of the whole model on the host.
+
+    Raises:
+        ConfigError: also if an option does not work with shards.
+    """
+
+    def __init__(self, optimizer: OptimizerMaker, *, shards: Shards, **options: Any) -> None:
+        refused = {
+            "local_steps": "each peer then steps alone with each batch, on its GPU, and rank 0 alone can step here",
+            "model": "the values of the parameters that the optimizer does not have are on several ranks, so they "
+            "cannot be compared: leave it out, and give their digest with must_match",
+        }
+        for name, why in refused.items():
+            if options.get(name) is not None:
+                raise ConfigError(f"{name} does not work with FSDP2, whose parameters are split over the ranks: {why}")
+        if options.get("offload") is False:
+            raise ConfigError("offload=False does not work with FSDP2: rank 0 steps on a copy of the whole model on "
+                              "the host; leave it out")  # fmt: skip
+        self._shards = shards
+        super().__init__(optimizer, **options | {"offload": True})
 
 
 class ProcessGroupOptimizer(OptimizerWrapper):
@@ -144,18 +99,24 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     the run with the samples of all ranks, and makes the updates; after each update the other ranks get its parameters.
     All ranks have the same counts, such as ``global_step``, after each call, so they leave a loop together.
 
-    All ranks must make the same calls, as with DDP, except :meth:`state_dict` and :meth:`close`. If a call fails on
-    rank 0, all ranks raise an error.
+    The model may instead be split over all ranks by FSDP2 (``fully_shard``). Rank 0 then holds a copy of the whole
+    model and the optimizer's state in the memory of the host. It gathers the gradients for each global step, and after
+    the update each rank gets its part of the parameters.
+
+    All ranks must make the same calls, as with DDP, except :meth:`close`, and :meth:`state_dict` unless the model is
+    split. If a call fails on rank 0, all ranks raise an error.
 
     Args:
-        optimizer: as for :class:`manyhands.Optimizer`; on ranks other than 0 it never has a state.
+        optimizer: as for :class:`manyhands.Optimizer`; on ranks other than 0 it never has a state. With FSDP2 it must
+            have none yet, and loses it again when the optimizer leaves the run.
         params: parameters or groups, if ``optimizer`` is a function.
         peer: this machine's peer on rank 0; None on the others.
         batch_size_per_step: samples behind each call of :meth:`step` on this rank.
         buffers: as for :class:`manyhands.Optimizer`, on all ranks; those of rank 0 count.
         extra_tensors: likewise.
         options: the other arguments of :class:`manyhands.Optimizer`. ``target_batch_size`` counts the samples of all
-            peers with all their ranks.
+            peers with all their ranks. With FSDP2 ``offload`` is always on, and ``local_steps`` and ``model`` are
+            refused.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -199,25 +160,28 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         self._ranks = Ranks()
         buffers = list(buffers) if buffers is not None else None
         extra = [*(buffers or ()), *(extra_tensors or {}).items()]
-        inner = self._fitting(peer, optimizer, params, [spec_of(name, tensor) for name, tensor in extra])
+        inner = self._fitting(peer, optimizer, params, extra)
         super().__init__(inner)
         self.leader: Optimizer | None = None
         # the model's own parameters, as the optimizer may work on copies on the host
-        self._tensors = [*parameters_of(inner), *(tensor for _, tensor in extra)]
+        parameters = parameters_of(inner)
+        self._shards = Shards(self._ranks, parameters) if any(map(is_sharded, parameters)) else None
+        self._tensors = [*(parameters if self._shards is None else ()), *(tensor for _, tensor in extra)]
         self._batch_size_per_step = batch_size_per_step
         self._has_warned = False
         self._mode = ""  # of the wrapped optimizer on rank 0
         # global steps, loads and inner steps that led to the parameters of all ranks; None if these may differ
         self._shared: tuple[int, int, int] | None = None
 
-        def make(_: Sequence[StepArguments]) -> None:
+        def begin(_: Sequence[StepArguments]) -> None:
             assert peer is not None
-            self.leader = Optimizer(
+            make = Optimizer if self._shards is None else functools.partial(ShardedOptimizer, shards=self._shards)
+            self.leader = make(
                 self.inner, peer=peer, batch_size_per_step=batch_size_per_step, buffers=buffers,
                 extra_tensors=extra_tensors, **options,
             )  # fmt: skip
 
-        self._together("begin", make)
+        self._together("begin", begin)
 
     @with_advice(grad_scaler="scaler.step(optimizer) with a torch.amp.GradScaler")
     def step(
@@ -272,14 +236,17 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, the state as in :class:`manyhands.Optimizer`; on the other ranks there is none.
 
-        Rank 0 may call this alone. With ``delay``, call :meth:`settle` before it on all ranks.
+        Rank 0 may call this alone, unless FSDP2 has split the model. With ``delay``, call :meth:`settle` before it on
+        all ranks.
         """
+        if self._shards is not None:  # bring the whole copy up to date
+            self._together("state_dict", lambda _: self._own_leader.settle_and_take_over())
         return self.inner.state_dict() if self.leader is None else self.leader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state given to rank 0, after the user has loaded the parameters into the model there.
 
-        The other ranks get the parameters of rank 0.
+        The other ranks get the parameters of rank 0. With FSDP2, load the parameters on all ranks.
         """
         self._shared, self._mode = None, ""
         self._together("load_state_dict", lambda _: self._own_leader.load_state_dict(state_dict))
@@ -317,7 +284,8 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
     def _lead(self, action: Callable[[Sequence[StepArguments]], Any], batches: Sequence[StepArguments]) -> CallOutcome:
         try:
-            result, leader = action(batches), self._own_leader
+            with self._shards.leading() if self._shards is not None else nullcontext():
+                result, leader = action(batches), self._own_leader
             figures = {name: getattr(leader, name) for name in FIGURES} | {"statistics": replace(leader.statistics)}
             num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
             before = self._shared
@@ -350,8 +318,10 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if any(other != call for other, _ in said):
             names = ", ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(said))
             raise ConfigError(f"all ranks must make the same calls; here: {names}")
-        outcome = self._lead(action, [batch for _, batch in said]) if self._ranks.rank == 0 else None
-        outcome = self._ranks.broadcast(outcome)
+        led = self._lead(action, [batch for _, batch in said]) if self._ranks.rank == 0 else None
+        while isinstance(outcome := self._ranks.broadcast(led), Request):
+            assert self._shards is not None, "rank 0 has shards, too"
+            self._shards.follow(outcome)
         if outcome.error is not None:
             raise outcome.error
         vars(self).update(outcome.figures)
@@ -369,7 +339,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         peer: BlockingPeer | None,
         optimizer: OptimizerMaker,
         params: Iterable[Any] | None,
-        extra: Sequence[ParameterSpec],
+        extra: Sequence[tuple[str, torch.Tensor]],
     ) -> torch.optim.Optimizer:
         """The optimizer to wrap; raises ``ConfigError`` on all ranks if they do not fit together."""
         rank = self._ranks.rank
@@ -383,13 +353,23 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                     "it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
                 )
             inner = made_optimizer(optimizer, params)
-            checked_parameters(inner)
+            named = checked_parameters(inner, may_be_sharded=True)
             if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):
                 raise ConfigError(
-                    "the parameters are a part of the model (FSDP), which is not supported: wrap the model in "
-                    "torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
+                    "the parameters are a part of the model (the first FSDP), which is not supported: split the model "
+                    "with torch.distributed.fsdp.fully_shard (FSDP2), or wrap it in "
+                    "torch.nn.parallel.DistributedDataParallel"
                 )
-            specs = [*specs_of(inner), *extra]
+            if any(is_sharded(parameter) for _, parameter in named):
+                check_shards(named, self._ranks.num_ranks)
+                if inner.state:
+                    raise ConfigError(
+                        "the optimizer has a state, which is split over the ranks (FSDP2): give a new optimizer, and "
+                        "load a state with optimizer.load_state_dict() after that"
+                    )
+            if sharded := [name for name, tensor in extra if is_sharded(tensor)]:
+                raise ConfigError(f"{sharded[0]} is a DTensor, and only parameters can be split: leave it out")
+            specs = [*specs_of(inner), *(spec_of(name, tensor) for name, tensor in extra)]
         except ConfigError as error:  # raised below, on all ranks
             problem = f"on rank {rank}: {error}"
         found = self._ranks.gather((problem, specs))

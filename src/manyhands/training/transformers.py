@@ -356,8 +356,8 @@ def check_arguments(trainer: Any) -> None:
         )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "FSDP and DeepSpeed split the model, and each process of a peer must have all of it: leave fsdp= and "
-            "deepspeed= out of the TrainingArguments"
+            "a Trainer whose model FSDP or DeepSpeed splits cannot take part: leave fsdp= and deepspeed= out of the "
+            "TrainingArguments; a loop of your own may use FSDP2, with manyhands.ProcessGroupOptimizer"
         )
     if trainer.model_init is not None:
         raise ConfigError(

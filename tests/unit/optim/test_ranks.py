@@ -10,7 +10,8 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.process_group import CallOutcome, StepArguments, added_up, unequal
+from manyhands.optim.process_group import StepArguments, added_up, unequal
+from manyhands.optim.ranks import CallOutcome
 from manyhands.optim.step.global_step import Statistics
 
 

@@ -37,22 +37,26 @@ class HostCopy:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._model_parameters = parameters_of(optimizer)
-        if pair := overlapping(self._model_parameters):
-            one, other = (names_of(optimizer)[number] for number in pair)
-            raise ConfigError(
-                f"{one} and {other} share memory, or are interleaved in it, and cannot both have a copy on the "
-                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
-            )
+        self._copies = self._copied()
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
         self.show_options()
-        copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
+        copies = dict(zip(self._model_parameters, self._copies, strict=True))
         for owner, statistics in list(optimizer.state.items()):
             del optimizer.state[owner]
             move = functools.partial(_statistic_on_host, owner)
             optimizer.state[copies.get(owner, owner)] = with_tensors(statistics, move)
         for group in optimizer.param_groups:
             group["params"] = [copies[parameter] for parameter in group["params"]]
-        self._copies = [copies[parameter] for parameter in self._model_parameters]
+
+    def _copied(self) -> list[torch.Tensor]:
+        """New copies of the parameters."""
+        if pair := overlapping(self._model_parameters):
+            one, other = (names_of(self._optimizer)[number] for number in pair)
+            raise ConfigError(
+                f"{one} and {other} share memory, or are interleaved in it, and cannot both have a copy on the "
+                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
+            )
+        return [copy_on_host(parameter) for parameter in self._model_parameters]
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

@@ -46,6 +46,7 @@ from manyhands.optim.state.state import (
 )
 from manyhands.optim.state.tree import tensors_in, with_tensors
 from manyhands.optim.step.host_copy import HostCopy, InTrainMode, Writes
+from manyhands.optim.step.shards import Shards, WholeCopy
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class Replica:
 
     A lock keeps the state consistent while it is copied for a newcomer. Only one thread at a time makes steps.
 
+    Args:
+        shards: of the model, if the ranks of this peer have split it.
     Attributes:
         wrapped: the optimizer that the user gave.
         optimizer: the optimizer that makes the global steps: the same one, or with local steps the outer one.
@@ -97,6 +100,7 @@ class Replica:
         max_grad_norm: float | None = None,
         offload: bool = False,
         extra: ExtraTensors | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.extra = ExtraTensors() if extra is None else extra
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
@@ -105,7 +109,12 @@ class Replica:
         self.writes = Writes(parameters_of(optimizer))
         self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
-        self.host_copy = HostCopy(optimizer) if offload else None  # made after the schedule, which sets options
+        self._shards = shards
+        self.host_copy: HostCopy | None = None  # made after the schedule, which sets options
+        if shards is not None:
+            self.host_copy = WholeCopy(optimizer, shards)
+        elif offload:
+            self.host_copy = HostCopy(optimizer)
         self._max_grad_norm = max_grad_norm
         self._parameters = trained_of(optimizer)
         self._layout = GradientLayout(self._parameters, self.extra.shapes)
@@ -274,12 +283,13 @@ class Replica:
     def release(self) -> None:
         """Have the wrapped optimizer work on the model's parameters again.
 
-        The optimizer's copies are copied to the model first, unless something else has written to that.
+        The optimizer's copies are copied to the model first, unless something else has written to that, or the model is
+        in shards: the other ranks need not have called this.
         """
         if self.host_copy is None:
             return
         with self._lock:
-            if not self.is_overwritten:
+            if self._shards is None and not self.is_overwritten:
                 self._show()
             self._finer = self.host_copy.finer()
             self.host_copy.remove()
