@@ -21,7 +21,7 @@ from manyhands.averaging.config import CLIP, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
+from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, Member, RoundManifest, Verdict
 from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
 from manyhands.averaging.round.limits import MAX_BEYOND, MemberLimits, limited, trusted
@@ -125,7 +125,7 @@ class RoundRunner:
         self._deadline = 0.0  # of the current round
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._num_capped = 0  # rounds in which this peer's weight was over the limit
+        self._num_limited = 0  # rounds in which this peer's weight or norm was over the limit
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback, as the values that it belongs to are gone.
@@ -275,19 +275,22 @@ class RoundRunner:
         if self._limits is None:
             return group
         counted = limited(group, self._limits, self.matchmaker.roster, clips=clips)
-        self._tell_capped(weight, next(one.weight for one in counted.members if one.peer_id == self._endpoint.peer_id))
+        self._tell_limited(weight, next(one for one in counted.members if one.peer_id == self._endpoint.peer_id))
         return counted
 
-    def _tell_capped(self, given: float, counted: float) -> None:
-        """Log the first round in which this peer counts for less than it gives, the second, the fourth and so on."""
-        self._num_capped += counted < given
-        if counted < given and not self._num_capped & (self._num_capped - 1):
+    def _tell_limited(self, weight: float, own: Member) -> None:
+        """Log the first round in which this peer counts for less than it brings, the second, the fourth and so on."""
+        if own.weight == weight and own.scale == 1:
+            return
+        self._num_limited += 1
+        if not self._num_limited & (self._num_limited - 1):
             logger.info(
-                "This peer brings %g to this round and counts for %g, beside what the members of the run bring; it may "
-                "count for more once it has taken part in more rounds",
-                given,
-                counted,
-            )  # fmt: skip
+                "This peer brings %g to this round and counts for %g, its values times %.3g: the others bring less, or "
+                "it is new; it may count for more once it has taken part in more rounds",
+                weight,
+                own.weight,
+                own.scale,
+            )
 
     async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:
         """Exchange values and vote in a formed group, until the round is decided."""

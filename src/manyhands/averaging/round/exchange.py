@@ -41,7 +41,7 @@ from manyhands.runtime.executor import run_to_end
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
 
-OUTSIZED = "are too large, or not finite, beside those of the others"
+OUTSIZED = "are too large, or not finite, beside those of the others or what it has said"
 NO_WEIGHT = "no member has any samples"
 
 
