@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -66,6 +67,8 @@ MIN_UNNAMED = 0.9
 be in the log of a trainer or the monitor."""
 MIN_SPEED = 0.8
 """Of the steps before, during and after the attack; with many more the batches would not be full."""
+LEARNT = 1e-3
+"""A loss below this need not fall any more: where the start took long, all is learnt before the attack."""
 MAX_BLOCK_S = 10.0
 MAX_RSS_MB = 100.0
 MAX_LOST = 0.01
@@ -352,7 +355,10 @@ def failures_of(result: dict[str, Any]) -> list[str]:
     rules = {
         "fewer steps during the attack": result["during"] < MIN_SPEED * result["steps_per_s_before"],
         "too many steps during the attack": result["during"] > MAX_SPEED * result["steps_per_s_before"],
-        "the loss did not fall": not result["loss_after"] < result["loss_during"] < result["loss_before"],
+        "the loss did not fall": not all(
+            later < earlier or later < LEARNT
+            for earlier, later in itertools.pairwise(result[f"loss_{when}"] for when in ("before", "during", "after"))
+        ),
         "fewer steps after it": result["after"] < MIN_SPEED * result["steps_per_s_before"],
         "step() was blocked": result["max_step_block_s"] > MAX_BLOCK_S,
         "memory": result["rss_mb"] > MAX_RSS_MB,
