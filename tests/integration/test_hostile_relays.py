@@ -99,7 +99,7 @@ async def test_a_bulk_stream_that_a_relay_spoils_from_the_first_byte_goes_throug
 @pytest.mark.parametrize("spoil", [reorders, floods])
 async def test_nothing_that_a_relay_has_changed_in_a_bulk_stream_is_read(spoil: Spoil) -> None:
     async with relayed_pair() as pair:
-        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"200000")
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"200000", PATIENCE_S)
         pair.relay.spoil = spoil
         with pytest.raises(PeerLost):
             await asyncio.gather(stream.send(bytes(200_000)), stream.receive_into(memoryview(bytearray(200_000))))
@@ -116,7 +116,7 @@ async def test_after_a_round_in_which_a_relay_has_dropped_the_values_the_streams
         ways = []
         for name in (b"1" * NAME_BYTES, b"2" * NAME_BYTES):
             before = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
-            connecting = (end.connect(group, rank, 1 - rank, 0, name, 10.0) for rank, end in enumerate(ends))
+            connecting = (end.connect(group, rank, 1 - rank, 0, name, PATIENCE_S) for rank, end in enumerate(ends))
             streams = await asyncio.gather(*connecting)
             after = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
             ways.append((after[0] - before[0], after[1] - before[1]))
@@ -128,9 +128,21 @@ async def test_after_a_round_in_which_a_relay_has_dropped_the_values_the_streams
         await tasks.close()
 
 
+async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -> None:
+    """Else the nearest one would be asked for each stream, although another one has failed by chance."""
+    async with relayed_pair() as pair:
+        for relay in (pair.honest, pair.hostile):
+            pair.one._relayed.failed(relay.peer_id)
+            await asyncio.sleep(0.01)
+        before = pair.honest.counters["relayed_streams"]
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
+        pair.one.release(stream)
+        assert pair.honest.counters["relayed_streams"] == before + 1
+
+
 async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() -> None:
     async with relayed_pair() as pair:
-        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3")
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
         await pair.other.close()
         await until(lambda: not pair.one.is_connected(pair.other.peer_id), "the peer is lost")
         pair.one._relayed._failed_at.clear()

@@ -151,7 +151,9 @@ class RelayedStreams:
             del self._failed_at[next(iter(self._failed_at))]
 
     async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
-        """Open a stream through the first of some relays that reaches the target; those that failed lately come last.
+        """Open a stream through the first of some relays that reaches the target.
+
+        Those that failed lately come last, in the order in which they failed.
 
         Returns:
             The stream; its way names the relay.
@@ -161,7 +163,7 @@ class RelayedStreams:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        asked = sorted(relays, key=self._has_failed)[:RELAYS_ASKED]
+        asked = sorted(relays, key=self._last_failure)[:RELAYS_ASKED]
         reasons: list[str] = []
         for number, relay in enumerate(asked):
             limit_s = (deadline - loop.time()) / (len(asked) - number)  # a silent relay leaves time for the others
@@ -176,8 +178,10 @@ class RelayedStreams:
                 reasons.append(f"relay {relay}: {error}")
         raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
 
-    def _has_failed(self, relay: PeerId) -> bool:
-        return asyncio.get_running_loop().time() - self._failed_at.get(relay, -math.inf) < FAILED_S
+    def _last_failure(self, relay: PeerId) -> float:
+        """When a relay has failed last (loop time); minus infinity if that is long ago, or it has not."""
+        at = self._failed_at.get(relay, -math.inf)
+        return at if asyncio.get_running_loop().time() - at < FAILED_S else -math.inf
 
     async def _open_through(self, relay: PeerId, target: PeerId, hello: Hello, timeout_s: float) -> Opened:
         loop = asyncio.get_running_loop()
