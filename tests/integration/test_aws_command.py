@@ -12,8 +12,6 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from moto.cloudformation.models import CloudFormationBackend, Event, Stack
-from moto.server import ThreadedMotoServer
 
 from manyhands.cli.main import run
 from manyhands.cloud import stack
@@ -23,10 +21,13 @@ from tests.waiting import wait_until
 
 UP = ("aws", "up", "--name", "x", *IMAGES, "--source", "https://example.org/manyhands.whl")
 NOW = datetime.now(timezone.utc)
+MODELS = "moto.cloudformation.models"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer  # its import takes seconds, which each worker of `make test` would spend
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
@@ -144,7 +145,9 @@ def test_a_stack_of_somebody_else_is_not_taken_for_an_experiment(ec2: Any) -> No
 def fails(*events: tuple[str, str, str], status: str = "DELETE_COMPLETE") -> Any:
     """A creation that ends like this."""
 
-    def create_resources(self: Stack) -> None:
+    from moto.cloudformation.models import Event
+
+    def create_resources(self: Any) -> None:
         for resource, event, reason in events:
             self.events.append(
                 Event(self.stack_id, self.name, resource, resource, "AWS::Some::Thing", event, reason, None)
@@ -168,7 +171,7 @@ def test_a_failed_creation_says_the_first_reason_in_one_line(
         ("WorkerGroup", "CREATE_FAILED", NO_QUOTA),
         ("AuxiliaryGroup", "CREATE_FAILED", "later"),
     )
-    monkeypatch.setattr(Stack, "create_resources", failed)
+    monkeypatch.setattr(f"{MODELS}.Stack.create_resources", failed)
     assert run(list(UP)) == 2
     said = capsys.readouterr()
     assert said.err.startswith("manyhands: AWS could not create the machines, and deletes them: WorkerGroup: Resource")
@@ -204,7 +207,7 @@ def test_a_creation_that_takes_too_long_names_what_aws_lacks(
         activity("manyhands-x-workers", "Failed", "no Spot capacity\navailable", later),
     )
     monkeypatch.setattr(
-        Stack, "create_resources", fails(("WorkerGroup", "CREATE_FAILED", "Resource creation cancelled"))
+        f"{MODELS}.Stack.create_resources", fails(("WorkerGroup", "CREATE_FAILED", "Resource creation cancelled"))
     )
     assert run(list(UP)) == 2
     assert capsys.readouterr().err == (
@@ -215,7 +218,7 @@ def test_a_creation_that_takes_too_long_names_what_aws_lacks(
 def test_a_creation_that_never_ends_is_deleted(
     ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Stack, "create_resources", fails(status="CREATE_IN_PROGRESS"))
+    monkeypatch.setattr(f"{MODELS}.Stack.create_resources", fails(status="CREATE_IN_PROGRESS"))
     assert run(list(UP)) == 2
     said = capsys.readouterr()
     assert "it took too long; the stack is in the state DELETE_COMPLETE" in said.err
@@ -248,7 +251,7 @@ def test_down_says_what_could_not_be_deleted(
     assert run(list(UP)) == 0
     delete = fails(("SecurityGroup", "DELETE_FAILED", "has a dependent object"), status="DELETE_FAILED")
     with monkeypatch.context() as patch:
-        patch.setattr(CloudFormationBackend, "delete_stack", lambda self, one: delete(self.get_stack(one)))
+        patch.setattr(f"{MODELS}.CloudFormationBackend.delete_stack", lambda self, one: delete(self.get_stack(one)))
         assert run(["aws", "down", "--name", "x"]) == 1
     assert "AWS could not end all machines: SecurityGroup: has a dependent object" in capsys.readouterr().err
     assert run(["aws", "down", "--name", "x"]) == 0
@@ -396,6 +399,8 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
 def test_ctrl_c_during_up_deletes_what_was_created_and_says_so(
     ec2: Any, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from moto.cloudformation.models import Stack
+
     create = Stack.create_resources
 
     def create_slowly(self: Stack) -> None:

@@ -61,6 +61,7 @@ def test_the_benchmark_of_overlap_reports_its_figures(tmp_path: Path) -> None:
         assert result["speed_kept"] > 0
 
 
+@pytest.mark.sweep
 def test_the_benchmark_of_codecs_reports_their_bits_speed_and_error(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--numel", "300000", "--repeats", "1", "--json", str(path)]

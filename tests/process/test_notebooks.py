@@ -13,8 +13,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from moto.cloudformation.models import Stack
-from moto.server import ThreadedMotoServer
 
 from manyhands.cli.main import run as run_command
 from manyhands.cli.notebook_command import filled
@@ -190,6 +188,8 @@ def test_aws_plans_without_creating_anything(tmp_path: Path) -> None:
 @pytest.fixture
 def aws_notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The notebook of somebody who pays, with moto's server in place of AWS."""
+    from moto.server import ThreadedMotoServer  # its import takes seconds, which each worker of `make test` would spend
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
@@ -214,14 +214,18 @@ def test_the_aws_notebook_creates_an_experiment_and_deletes_it(aws_notebook: str
 def test_an_aws_up_that_fails_fails_its_cell(
     aws_notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stack, "create_resources", lambda self: setattr(self, "status", "DELETE_COMPLETE"))
+    monkeypatch.setattr(
+        "moto.cloudformation.models.Stack.create_resources", lambda self: setattr(self, "status", "DELETE_COMPLETE")
+    )
     *_, reason, last = executed(aws_notebook, tmp_path).splitlines()
     assert "AWS could not create the machines, and deletes them" in reason
     assert last == "manyhands aws up failed; the line above says why."
 
 
 def test_an_interrupted_aws_up_is_deleted(aws_notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stack, "create_resources", lambda self: setattr(self, "status", "CREATE_IN_PROGRESS"))
+    monkeypatch.setattr(
+        "moto.cloudformation.models.Stack.create_resources", lambda self: setattr(self, "status", "CREATE_IN_PROGRESS")
+    )
     output = executed(aws_notebook, tmp_path, interrupt_at="AWS creates the machines")
     assert "Deleting what AWS has created" in output
     assert "Nothing of experiment" not in output, "the cells after it do not run"

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-import cfnlint.api
 import pytest
-from cfnlint.decode import cfn_yaml
 
 from manyhands.cli.aws_command import TEMPLATE, TYPES
 
 MAX_TEMPLATE_BYTES = 51_200
 
 
+def template() -> Any:
+    from cfnlint.decode import cfn_yaml
+
+    return cfn_yaml.load(str(TEMPLATE))
+
+
 def test_the_template_has_no_mistake_that_can_be_found_without_aws() -> None:
     """Errors and warnings of cfn-lint, which knows the schemas of AWS."""
+    import cfnlint.api  # takes a second, which each worker of `make test` would spend
+
     text = TEMPLATE.read_text()
     assert text.count(TYPES) == 1
     assert len(text.encode()) < MAX_TEMPLATE_BYTES
@@ -23,13 +30,13 @@ def test_the_template_has_no_mistake_that_can_be_found_without_aws() -> None:
 
 
 def test_words_that_may_hold_a_token_are_not_shown_by_aws() -> None:
-    parameters = cfn_yaml.load(str(TEMPLATE))["Parameters"]
+    parameters = template()["Parameters"]
     assert parameters["Package"]["NoEcho"]
     assert parameters["TrainOptions"]["NoEcho"]
 
 
 def test_spot_workers_are_replaced_by_aws_and_only_peers_can_be_reached() -> None:
-    resources = cfn_yaml.load(str(TEMPLATE))["Resources"]
+    resources = template()["Resources"]
     workers = resources["WorkerGroup"]["Properties"]
     assert workers["CapacityRebalance"]
     assert workers["MixedInstancesPolicy"]["InstancesDistribution"] == {
@@ -50,7 +57,7 @@ def test_spot_workers_are_replaced_by_aws_and_only_peers_can_be_reached() -> Non
 
 
 def test_images_are_the_newest_unless_they_are_named() -> None:
-    resources = cfn_yaml.load(str(TEMPLATE))["Resources"]
+    resources = template()["Resources"]
     _, ubuntu, named = resources["Coordinator"]["Properties"]["ImageId"]["Fn::If"]
     assert ubuntu.startswith("{{resolve:ssm:/aws/service/canonical/ubuntu/server/24.04/")
     assert named == {"Ref": "CpuImage"}
