@@ -16,6 +16,9 @@ from manyhands.base.errors import ConfigError
 from manyhands.optim.optimizer import Optimizer
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
 
+UNCLIPPED = AveragingConfig(aggregate="mean", matchmaking_time_s=10.0, averaging_timeout_s=40.0)
+"""Values that are far too large are left out."""
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -356,7 +359,16 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
         member.check_samples()
 
     for name in ("p0", "p1", "p2"):
-        swarm.start(name, new_model, adam, train, target_batch_size=12, batch_size_per_step=4, offload=offload)
+        swarm.start(
+            name,
+            new_model,
+            adam,
+            train,
+            target_batch_size=12,
+            batch_size_per_step=4,
+            offload=offload,
+            averaging=UNCLIPPED,
+        )
     swarm.run()
     assert len(set(digests.values())) == 1
 
@@ -376,7 +388,7 @@ def test_the_others_do_not_wait_for_a_peer_that_asks_for_the_means_without_a_gra
             took_s.append(member.peer.time() - began)
 
     for name in ("p0", "p1", "p2", "p3"):
-        swarm.start(name, new_model, adam, train, target_batch_size=16, batch_size_per_step=4)
+        swarm.start(name, new_model, adam, train, target_batch_size=16, batch_size_per_step=4, averaging=UNCLIPPED)
     swarm.run()
     assert swarm.members["p3"].optimizer.statistics.samples_dropped == 4
     assert max(took_s) < 2.0, took_s

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).with_name("golden_local_steps.json")
 H, NUM_BATCHES, BATCH = 4, 16, 4
 OVERLAP = 2
+TO_BE_DUE_S = 3.0
+"""By then a step is due whose batches have all been computed. A batch that is computed before that counts in it."""
 AVERAGING = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=40.0)
 SPARSE = Sparse(top=64, chunk=1024)
 SHOWN = 8  # values of each tensor in the fixture
@@ -77,6 +79,8 @@ def trace_of(shards: Sequence[Sequence[Batch]], steps: LocalSteps) -> Trace:
     per_average = H // steps.fragments
     traces: dict[str, dict[int, list[torch.Tensor]]] = {}
 
+    num_done = {f"peer{number}": 0 for number in range(len(shards))}
+
     def note(member: Member) -> None:
         seen, step = traces.setdefault(member.name, {}), member.optimizer.global_step
         if step and step not in seen:
@@ -87,6 +91,11 @@ def trace_of(shards: Sequence[Sequence[Batch]], steps: LocalSteps) -> Trace:
         together(len(shards), member)
         for number, batch in enumerate(shards[int(member.name[-1])], 1):
             member.step(loss_of(member.model, batch))
+            num_done[member.name] = number
+            if steps.overlap_steps and number % per_average == 0:
+                while min(num_done.values()) < number:
+                    member.peer.sleep(0.05)
+                member.peer.sleep(TO_BE_DUE_S)
             while number % per_average == 0 and member.optimizer.global_step < number // per_average:
                 if steps.overlap_steps and member.optimizer.is_stepping:
                     break

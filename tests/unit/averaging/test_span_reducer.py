@@ -24,7 +24,7 @@ CODECS = pytest.mark.parametrize("codec", [NONE, FP16, INT8], ids=lambda codec: 
 
 @pytest.fixture(autouse=True)
 def ready() -> None:
-    kernels.prepare(NUMEL, "auto")
+    kernels.prepare(kernels.MIN_NUMEL, "auto")
 
 
 def values_of(rank: int) -> torch.Tensor:

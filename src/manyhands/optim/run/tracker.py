@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import DAY_S, DIAL_S, IDLE_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.errors import ManyhandsError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
@@ -296,14 +297,24 @@ class ProgressTracker(ProgressReader):
             async with time_limit(timeout_s, "reading the progress of the others"):
                 if for_place:
                     await self.find_place()
-                    return
-                if not self.is_due():
-                    await self.refresh(quickly=True)
-                    if self.is_due():
-                        return
-                await self.refresh()
+                elif self.is_due():
+                    await self.refresh()
+                else:
+                    await self._read_until_due()
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)
+
+    async def _read_until_due(self) -> None:
+        """Read from one holder and from most of them at the same time; stop when a step is due."""
+        whole = asyncio.ensure_future(self.refresh())
+        try:
+            with suppress(Unavailable):
+                await self.refresh(quickly=True)
+            if not self.is_due():
+                await whole
+        finally:
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them."""
