@@ -359,16 +359,7 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
         member.check_samples()
 
     for name in ("p0", "p1", "p2"):
-        swarm.start(
-            name,
-            new_model,
-            adam,
-            train,
-            target_batch_size=12,
-            batch_size_per_step=4,
-            offload=offload,
-            averaging=UNCLIPPED,
-        )
+        swarm.start(name, new_model, adam, train, target_batch_size=12, batch_size_per_step=4, offload=offload)
     swarm.run()
     assert len(set(digests.values())) == 1
 
@@ -413,6 +404,9 @@ def test_members_step_without_a_gradient_that_is_far_too_large(offload: bool) ->
         member.check_samples()
 
     for name in ("p0", "p1", "p2"):
-        swarm.start(name, new_model, adam, train, target_batch_size=12, batch_size_per_step=4, offload=offload)
+        swarm.start(
+            name, new_model, adam, train, target_batch_size=12, batch_size_per_step=4, offload=offload,
+            averaging=UNCLIPPED,
+        )  # fmt: skip
     swarm.run()
     assert len(set(digests.values())) == 1
