@@ -10,8 +10,8 @@ import manyhands
 
 torch.distributed.init_process_group()
 rank, device = int(os.environ["RANK"]), f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(device)
 mesh = torch.distributed.device_mesh.init_device_mesh(device.split(":")[0], (int(os.environ["WORLD_SIZE"]),))
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(device)
 fully_shard(model, mesh=mesh)  # each rank has a part of each parameter; of a large model, split its layers first
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 peer = manyhands.Peer(initial_peers=sys.argv[1:]) if rank == 0 else None

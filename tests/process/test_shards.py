@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import manyhands
+from manyhands.optim.step import shards
 from tests.process.jobs import NUM_RANKS, job, say
 from tests.process.test_ranks import (
     BATCH_SIZE,
@@ -316,3 +317,31 @@ def test_what_does_not_work_with_shards_is_refused_with_what_to_write(tmp_path: 
             assert said["step"] == 3, "and what is right goes on"
         assert both.wait() == [0, 0]
         assert both.ranks[0].output.count("The gradients of earlier batches are still in .grad") == 1
+
+
+def run_out_of_memory_within_a_gather(rank: int) -> None:
+    with the_peer(rank) as peer:
+        model = split(new_model())
+        optimizer = optimizer_of(model, peer, "memory", NUM_RANKS * BATCH_SIZE, **SETTINGS)
+        if rank == 0:
+            gathered = shards.Shards._to_rank_0
+
+            def fail(self: shards.Shards, index: int, *rest: Any) -> None:
+                if index == 1:
+                    raise MemoryError("no room for the second parameter")
+                gathered(self, index, *rest)
+
+            shards.Shards._to_rank_0 = fail  # type: ignore[method-assign]
+        errors = []
+        for _ in range(2):
+            try:
+                loss_of(model, random_batch(rank)).backward()
+                optimizer.step(batch_size=BATCH_SIZE)
+            except (MemoryError, manyhands.ManyhandsError) as error:
+                errors.append(type(error).__name__)
+        say(errors=errors)
+
+
+def test_a_rank_that_fails_within_a_gather_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    with job(run_out_of_memory_within_a_gather, tmp_path) as both:
+        assert [said["errors"] for said in both.hear()] == [["MemoryError", "RankLost"], ["RankLost", "RankLost"]]

@@ -33,6 +33,8 @@ class Dials:
         told: by peer, where it says that it has reached others.
     """
 
+    client_mode = True
+
     def __init__(self, hosts: dict[PeerId, str], told: dict[PeerId, dict[PeerId, str]] | None = None) -> None:
         self.hosts = hosts
         self.told = told or {}
@@ -277,6 +279,20 @@ def test_a_peer_counts_where_this_one_has_reached_it_whatever_its_initial_peer_s
         canvass.poll(records_of(HONEST))
         await ended(canvass)
         assert canvass.poll(records_of(HONEST)).voters == {ann: "45.0.1.0/24", bob: "48.1.1.0/24"}
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_others_can_dial_asks_nobody_where_the_others_are() -> None:
+    async def check() -> None:
+        ann, bob, _ = HONEST
+        dials = Dials({ann: HONEST[ann]}, {COORDINATOR: {bob: "48.1.1.1"}})
+        dials.client_mode = False
+        canvass = canvass_of(dials, initial_peers=[COORDINATOR])
+        canvass.poll(records_of(HONEST))
+        await ended(canvass)
+        assert canvass.poll(records_of(HONEST)).voters == {ann: "45.0.1.0/24"}
         await canvass.close()
 
     in_virtual_time(check)

@@ -205,8 +205,14 @@ class PeerRecords:
         Raises:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
-        self._take_in_all(await self._dht.get(self._key, quickly=quickly))
-        self._parts.clear()
+        answer = await self._dht.get(self._key, quickly=quickly)
+        self._take_in_all(answer)
+        self._sequences = {
+            peer: number for peer, number in self._sequences.items() if peer in answer or peer in self._seen
+        }
+        if self._parts:
+            self._parts.clear()
+            self._note_change()
 
     async def refresh_part(self, most: int, names: Collection[PeerId]) -> None:
         """Read the records of some random peers, and of these named ones.
@@ -217,13 +223,12 @@ class PeerRecords:
             Unavailable: as :meth:`refresh`.
         """
         part = await self._dht.get_part(self._key, most)
-        named = await self._dht.get(self._key, quickly=True, owners=names) if names else {}
+        is_partial = part.num_shown < part.num_held
+        named = await self._dht.get(self._key, quickly=True, owners=names) if names and is_partial else {}
         self._take_in_all(named | part.values)
-        if part.num_shown < part.num_held:
+        if is_partial or self._parts:  # one holder that has few records, or says so, does not end the estimate
             num_counting = sum(subkey in self._seen or subkey == self._endpoint.peer_id for subkey in part.values)
             self._parts.append((num_counting, part.num_shown, part.num_held))
-        else:
-            self._parts.clear()
         self._note_change()
 
     @property
@@ -254,7 +259,6 @@ class PeerRecords:
         for peer_id, seen in list(self._seen.items()):
             if seen.expires_at <= now or (gate is not None and gate.is_banned(peer_id)):
                 self._drop(peer_id)
-        self._sequences = {peer: number for peer, number in sequences.items() if peer in answer or peer in self._seen}
         self._missing = dict(self.missing())
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:

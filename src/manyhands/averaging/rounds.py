@@ -254,6 +254,8 @@ class RoundRunner:
         setting = self._config.codec
         plan = plan_of(shapes, codec_named(setting) if self._config.is_sparse else NONE, dtype=flat_N.dtype)
         if self._config.is_sparse:
+            if feedbacks is not None and feedbacks.plan.segments != plan.segments:
+                feedbacks = None  # of another plan: this round begins without it
             norm = sent_norm(plan, flat_N, feedbacks.sent if feedbacks is not None else None)
         else:
             norm = plan.norm(flat_N) + (feedbacks.sent.norm() if feedbacks is not None else 0.0)

@@ -294,6 +294,9 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             return CallOutcome(None, result, figures, options)
         except BaseException as error:  # all other ranks raise it, too
             self._shared = None  # it is unknown which parameters the ranks have
+            if self._shards is not None and self._shards.is_moving:
+                self._ranks.abandon()  # the others wait for the next shard, not for a result
+                raise
             kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
             try:
                 text = repr(error) if kind is RankLost else str(error)

@@ -61,20 +61,34 @@ class Ranks:
             )
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         with self._lost("formed the group for messages"):
-            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
+            self._words: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
+
+    def abandon(self) -> None:
+        """Leave the other ranks: what they send to this one, or wait for, fails at once, and so do all later calls."""
+        words, self._words = self._words, None
+        if words is not None:
+            dist.destroy_process_group(words)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._words is None:
+            raise RankLost(
+                f"rank {self.rank} of {self.num_ranks} failed in the midst of a message, and left the others"
+            )
+        return self._words
 
     def gather(self, own: Any) -> list[Any]:
         """Send this rank's value to all ranks; returns the values of all ranks."""
         said: list[Any] = [None] * self.num_ranks
         with self._lost("waited for all ranks to make the same call"):
-            dist.all_gather_object(said, own, group=self._words)
+            dist.all_gather_object(said, own, group=self._group)
         return said
 
     def broadcast(self, message: CallOutcome | Request | None) -> CallOutcome | Request:
         """Send a message from rank 0 to all ranks; returns it. On the others the argument is None."""
         said = [message]
         with self._lost("sent them the result of a call" if self.rank == 0 else "waited for the result of rank 0"):
-            dist.broadcast_object_list(said, src=0, group=self._words)
+            dist.broadcast_object_list(said, src=0, group=self._group)
         assert said[0] is not None
         return said[0]
 
@@ -82,7 +96,7 @@ class Ranks:
         """Whether it is so on all ranks. All ranks must call this."""
         flag = torch.tensor(int(is_so))
         with self._lost("compared their gradients"):
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._words)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
 
     @torch.no_grad()
@@ -98,14 +112,14 @@ class Ranks:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor to another rank, which must receive one of the same shape and dtype. Copies it to the host."""
         with self._lost(f"sent a shard to rank {to}"):
-            dist.send(tensor.detach().cpu().contiguous(), to, group=self._words)
+            dist.send(tensor.detach().cpu().contiguous(), to, group=self._group)
 
     def receive(self, into: torch.Tensor, dtype: torch.dtype, sender: int) -> None:
         """Receive a tensor of a dtype from another rank, and write its values into a tensor of the same shape."""
         is_whole = into.is_cpu and into.dtype == dtype and into.is_contiguous()
         received = into if is_whole else torch.empty(into.shape, dtype=dtype)
         with self._lost(f"received a shard of rank {sender}"):
-            dist.recv(received, sender, group=self._words)
+            dist.recv(received, sender, group=self._group)
         if received is not into:
             into.copy_(received)
 

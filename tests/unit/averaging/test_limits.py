@@ -20,6 +20,7 @@ from manyhands.averaging.round.limits import (
     counted_norms,
     limited,
     outsized,
+    trusted,
     usual_norm,
 )
 from manyhands.base.errors import ConfigError
@@ -220,6 +221,46 @@ def test_values_beyond_what_their_member_has_said_are_not_counted() -> None:
     norms = counted_norms(group, measured)
     assert norms == [1.0, 1.09, 2.0, math.inf]
     assert outsized(norms, [8.0] * 4, LIMITS) == {3}
+
+
+def saying(weights: Sequence[float], norms: Sequence[float]) -> Group:
+    """A group in which each member has said these."""
+    group = group_with(weights)
+    members = [msgspec.structs.replace(one, norm=norm) for one, norm in zip(group.members, norms, strict=True)]
+    return msgspec.structs.replace(group, members=members)
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-300, 1.0])
+@pytest.mark.parametrize("norm", [0.0, 5e-324, 1.0, 2.0**160])
+def test_no_words_of_one_member_break_the_limits_of_all(weight: float, norm: float) -> None:
+    group = saying([64.0, 64.0, weight], [1.0, 1.0, norm])
+    for limits in (LIMITS, OPEN_LIMITS, MemberLimits(norm_grows=True)):
+        counted = limited(group, limits, clips=True).members
+        assert [one.weight for one in counted] == [64.0, 64.0, weight]
+        assert [one.scale for one in counted[:2]] == [1.0, 1.0]
+        assert 0 < counted[2].scale <= 1
+        assert outsized([1.0, 1.0, norm], [one.weight for one in counted], limits) <= {2}
+
+
+def test_of_two_members_of_the_roster_none_says_what_is_usual() -> None:
+    group = saying([64.0, 2.0**52, 64.0, 64.0], [1.0, 2.0**100, 1.0, 1.0])
+    roster = Roster({one.peer_id: Standing(is_member=True) for one in group.members[:2]})
+    counted = limited(group, OPEN_LIMITS, roster, clips=True)
+    weights = [one.weight for one in counted.members]
+    assert weights == [64.0, 192.0, 64.0, 64.0]
+    assert counted.members[1].norm * counted.members[1].scale == pytest.approx(CLIP_RATIO)
+    sent = counted_norms(counted, [1.0, 2.0**120, 1.0, 1.0], trusted(group, roster))
+    assert outsized(sent, weights, OPEN_LIMITS, trusted(group, roster)) == {1}
+
+
+def test_guests_do_not_say_how_long_local_steps_may_be() -> None:
+    weights, norms = [10.0] * 3 + [1e-9] * 5 + [10.0], [1.0] * 8 + [1e6]
+    scales = clipping_scales(norms, weights, MemberLimits(norm_grows=True), {0, 1, 2})
+    assert scales[-1] == pytest.approx(CLIP_RATIO / 1e6)
+
+
+def test_a_norm_of_next_to_nothing_may_be_said_wrongly() -> None:
+    assert counted_norms(saying([1.0] * 3, [1.0, 1.0, 0.0]), [1.0, 1.0, 1e-23]) == [1.0, 1.0, 1e-23]
 
 
 def test_a_norm_over_ten_times_the_median_is_too_large() -> None:

@@ -21,6 +21,7 @@ class FakeDht:
         stored: each value that was stored, in order.
         gate: while it is cleared, readers wait.
         other_holders: while it is cleared, readers from more than one holder wait.
+        first_holder: while it is cleared, readers from one holder wait.
         inflated: the factor by which a read of a part overstates the number of records.
     """
 
@@ -28,6 +29,7 @@ class FakeDht:
     stored: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     other_holders: asyncio.Event = field(default_factory=asyncio.Event)
+    first_holder: asyncio.Event = field(default_factory=asyncio.Event)
     num_reads: int = 0
     num_parts: int = 0
     inflated: int = 1
@@ -37,6 +39,7 @@ class FakeDht:
     def __post_init__(self) -> None:
         self.gate.set()
         self.other_holders.set()
+        self.first_holder.set()
 
     def put(
         self, key: str, subkey: str, value: Any, *, sequence: int, remaining_s: float = 30.0, owner: str | None = None
@@ -57,8 +60,7 @@ class FakeDht:
     ) -> dict[str, StoredValue]:
         self.num_reads += owners is None
         await self.gate.wait()
-        if not quickly:
-            await self.other_holders.wait()
+        await (self.first_holder if quickly else self.other_holders).wait()
         records = self.records.get(key, {})
         return {subkey: stored for subkey, stored in records.items() if owners is None or subkey in set(owners)}
 

@@ -130,8 +130,8 @@ def shares_of(weights: Sequence[float], scales: Sequence[float], ranks: Sequence
     Args:
         weights, scales: by rank; the weight of a member that is clipped counts in full.
     """
-    total = sum(weights[rank] for rank in ranks)
-    unscaled = sum(weights[rank] * scales[rank] for rank in ranks) or total
+    total = math.fsum(weights[rank] for rank in ranks)
+    unscaled = math.fsum(weights[rank] * scales[rank] for rank in ranks) or total
     return {
         rank: Share(weights[rank] * scales[rank] / total, weights[rank] * scales[rank] / unscaled) for rank in ranks
     }

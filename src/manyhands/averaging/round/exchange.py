@@ -127,7 +127,7 @@ class Contribution:
         weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(self.group.members)]
         norms = joined(told, range(len(told)))
         if self.clips:
-            norms = counted_norms(self.group, norms)
+            norms = counted_norms(self.group, norms, self.usual_of)
         at_least = 0.0
         if (usual := usual_norm(norms, weights, self.usual_of)) < math.inf:
             self.usual_norm = max(self.usual_norm, usual)

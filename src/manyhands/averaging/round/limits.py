@@ -82,6 +82,12 @@ CLIP_RATIO = 2.0
 (``benchmarks/unlike_data.py``, docs/adr/0046)."""
 MAX_BEYOND = 1.1
 """The norm that reducers measure may be so many times the one that was said: codecs change values a little."""
+LEAST_RATIO = 2.0**-64
+"""Of a weight to the median: smaller ones count as this, as quotients of them may be infinite."""
+LEAST_SCALE = 2.0**-400
+"""Smaller scales count as this, so that none is 0: of the largest norm that can be said, next to nothing is left."""
+ENOUGH = 3
+"""So many say what is usual, at least: of two, the median is their mean, which one of them can move at will."""
 
 
 def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *, clips: bool = False) -> Group:
@@ -93,7 +99,9 @@ def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *,
     """
     members = group.members
     usual = trusted(group, roster)
-    earned = [roster.earned(member.peer_id) if roster is not None else 0.0 for member in members]
+    # a member with a large weight may have large values where these grow with it: then three times is all
+    may_earn = roster is not None and not limits.norm_grows
+    earned = [roster.earned(member.peer_id) if roster is not None and may_earn else 0.0 for member in members]
     weights = capped_weights([member.weight for member in members], limits, usual, earned)
     norms = [member.norm for member in members]
     scales = clipping_scales(norms, weights, limits, usual) if clips else [1.0] * len(members)
@@ -105,10 +113,13 @@ def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *,
 
 
 def trusted(group: Group, roster: Roster | None) -> set[int]:
-    """The ranks whose weights say what is usual: the members of the roster that give one; all, if there are none."""
+    """The ranks whose weights and norms say what is usual.
+
+    They are the members of the roster that give a weight, if these are at least ``ENOUGH``; else all.
+    """
     members = roster.members if roster is not None else frozenset()
     ranks = {rank for rank, one in enumerate(group.members) if one.weight > 0 and one.peer_id in members}
-    return ranks or set(range(len(group.members)))
+    return ranks if len(ranks) >= ENOUGH else set(range(len(group.members)))
 
 
 def capped_weights(
@@ -181,20 +192,26 @@ def clipping_scales(
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
     usual = usual_norm(norms, weights, members)
-    if len(ranks) < 3:
+    if len(ranks) < ENOUGH:
         return [1.0] * len(norms)
-    radius = {rank: CLIP_RATIO * usual * _allowed(rank, ranks, weights, limits) for rank in ranks}
-    return [min(1.0, radius[rank] / norm) if rank in radius else 1.0 for rank, norm in enumerate(norms)]
+    radius = {rank: CLIP_RATIO * usual * _allowed(rank, ranks, weights, limits, members) for rank in ranks}
+    return [
+        max(min(1.0, radius[rank] / norm), LEAST_SCALE) if rank in radius else 1.0 for rank, norm in enumerate(norms)
+    ]
 
 
-def counted_norms(group: Group, measured: Sequence[float]) -> list[float]:
+def counted_norms(group: Group, measured: Sequence[float], members: Collection[int] | None = None) -> list[float]:
     """The norms with which the members' values count; infinite for a member that has sent more than it has said.
+
+    A member may send as much as is usual, whatever it has said: it may have rounded a norm of next to nothing.
 
     Args:
         measured: norm of each member's values as they came, over all spans.
+        members: as for :func:`usual_norm`.
     """
+    usual = usual_norm([one.norm for one in group.members], [one.weight for one in group.members], members)
     return [
-        norm * member.scale if norm <= MAX_BEYOND * member.norm else math.inf
+        norm * member.scale if norm <= MAX_BEYOND * max(member.norm, usual) else math.inf
         for member, norm in zip(group.members, measured, strict=True)
     ]
 
@@ -215,23 +232,29 @@ def outsized(
         at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
-    if len(ranks) < 3:
+    if len(ranks) < ENOUGH:
         return set()
     usual = max(usual_norm(norms, weights, members), at_least)
     if usual == math.inf:  # most values are not finite: there is nothing to compare with
         return set()
-    return {
-        rank for rank in ranks if norms[rank] > limits.max_norm_ratio * usual * _allowed(rank, ranks, weights, limits)
-    }
+    most = limits.max_norm_ratio * usual
+    return {rank for rank in ranks if norms[rank] > most * _allowed(rank, ranks, weights, limits, members)}
 
 
-def _allowed(rank: int, ranks: Sequence[int], weights: Sequence[float], limits: MemberLimits) -> float:
-    """The factor of a member's limit of norms, by its weight among those of these ranks.
+def _allowed(
+    rank: int,
+    ranks: Sequence[int],
+    weights: Sequence[float],
+    limits: MemberLimits,
+    members: Collection[int] | None,
+) -> float:
+    """The factor of a member's limit of norms, by its weight among those of the members with these ranks.
 
     The gradient of a small batch is noisier: its norm is larger by up to the root of the ratio of the weights. Below
     the median weight the bound is raised by that factor; such values weigh less.
     """
-    ratio = weights[rank] / statistics.median(weights[one] for one in ranks)
+    of_members = [weights[one] for one in ranks if members is None or one in members]
+    ratio = max(weights[rank] / statistics.median(of_members or [weights[one] for one in ranks]), LEAST_RATIO)
     return math.sqrt(max(1.0, 1 / ratio)) * (max(1.0, ratio) if limits.norm_grows else 1.0)
 
 

@@ -4,8 +4,8 @@ The addresses that a peer publishes prove nothing. So a peer has a vote only onc
 of the network in which it was reached: the identities of one machine have one vote together, wherever they claim to be.
 :func:`sample` selects the peers whose votes are needed, and :class:`Canvass` dials them.
 
-A peer behind a firewall may reach only its initial peers, and all others through these as relays. So the initial peers
-are asked, and no others, where they have reached a peer that does not answer
+A peer in client mode may reach only its initial peers, and all others through these as relays. So it asks the initial
+peers, and no others, where they have reached a peer that does not answer
 (docs/adr/0047-initial-peers-say-where-they-reached-others.md).
 """
 
@@ -97,11 +97,11 @@ def vote_from(host: str, name: str) -> str:
 def told_votes(answers: Sequence[Sequence[str]]) -> list[str]:
     """The vote of each peer by where the initial peers have reached it; empty without one.
 
-    At least half of those that answer must name the same network.
+    At least half of the initial peers must name the same network.
 
     Args:
-        answers: of each initial peer that answered, the IP addresses of the peers in order; empty for those that it has
-            not reached.
+        answers: of each initial peer, the IP addresses of the peers in order; empty for those that it has not reached,
+            and all of them if it does not answer.
     """
     votes = []
     for hosts in zip(*answers, strict=True):
@@ -225,8 +225,10 @@ class Canvass:
 
     async def _ask_initial_peers(self, peer_ids: list[PeerId]) -> dict[PeerId, str]:
         """The votes of peers by where the initial peers have reached them."""
+        if not self._endpoint.client_mode:
+            return {}
         asked = await asyncio.gather(*(self._ask(one, peer_ids) for one in self._initial_peers()))
-        answers = [hosts for hosts in asked if len(hosts) == len(peer_ids)]
+        answers = [hosts if len(hosts) == len(peer_ids) else [""] * len(peer_ids) for hosts in asked]
         return dict(zip(peer_ids, told_votes(answers), strict=False))
 
     async def _ask(self, initial_peer: PeerId, peer_ids: list[PeerId]) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import DAY_S, DIAL_S, IDLE_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
-from manyhands.base.errors import ManyhandsError, Unavailable
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
@@ -193,7 +192,7 @@ class ProgressTracker(ProgressReader):
             samples: of this peer, that wait for the next step already: it computed them beside this one.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
-        self._left = self.own.position, frozenset(together_with)
+        self._left = self.own.position, frozenset(together_with) - frozenset(blamed)
         self._note_round(position, lineage_samples, together_with, blamed)
         self._go_to(position, lineage_samples, sketch, samples)
 
@@ -205,6 +204,7 @@ class ProgressTracker(ProgressReader):
     ) -> None:
         """Take in that this peer has loaded the state of ``position`` from a donor, or begins there without one."""
         self.num_together, self._donor = 0, donor
+        self._left = self.own.position, frozenset()
         if donor is not None and position.step == 0:
             seen = self.observed().get(donor)
             self._set_own(claim=seen.record.claim if seen is not None else Claim.JOINED)
@@ -306,15 +306,18 @@ class ProgressTracker(ProgressReader):
 
     async def _read_until_due(self) -> None:
         """Read from one holder and from most of them at the same time; stop when a step is due."""
+        quick = asyncio.ensure_future(self.refresh(quickly=True))
         whole = asyncio.ensure_future(self.refresh())
         try:
-            with suppress(Unavailable):
-                await self.refresh(quickly=True)
-            if not self.is_due():
-                await whole
+            await asyncio.wait([quick, whole], return_when=asyncio.FIRST_COMPLETED)
+            if not (self.is_due() or whole.done()):
+                await asyncio.wait([whole])
+            if whole.done():
+                whole.result()
         finally:
-            whole.cancel()
-            await asyncio.gather(whole, return_exceptions=True)
+            for read in (quick, whole):
+                read.cancel()
+            await asyncio.gather(quick, whole, return_exceptions=True)
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them."""

@@ -87,6 +87,7 @@ class Shards:
         modules = (module for model in models_of(parameters) for module in model.modules())
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._is_leading = False
+        self.is_moving = False  # whether shards are under way, so that the ranks expect no other message
 
     # on rank 0
 
@@ -111,21 +112,28 @@ class Shards:
 
     def gather_gradients(self, into: FlatGradients) -> None:
         """Gather the mean of the gradients, whole."""
-        self._ask("_send_gradients")
-        self._send_gradients(into)
+        with self._moving("_send_gradients"):
+            self._send_gradients(into)
 
     def whole_parameters(self) -> Iterator[torch.Tensor]:
         """Gather the parameters: each whole, in a new tensor on the host. The caller must take all of them."""
-        self._ask("_send_parameters")
-        for index, parameter in enumerate(self._parameters):
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._to_rank_0(index, local_of(parameter), whole)
-            yield whole
+        with self._moving("_send_parameters"):
+            for index, parameter in enumerate(self._parameters):
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._to_rank_0(index, local_of(parameter), whole)
+                yield whole
 
     def distribute(self, wholes: Sequence[torch.Tensor]) -> None:
         """Give all ranks their shards of whole parameters."""
-        self._ask("_receive_parameters")
-        self._receive_parameters(wholes)
+        with self._moving("_receive_parameters"):
+            self._receive_parameters(wholes)
+
+    @contextmanager
+    def _moving(self, name: str) -> Iterator[None]:
+        self._ask(name)
+        self.is_moving = True
+        yield
+        self.is_moving = False  # not after an error: then the other ranks still wait for the rest
 
     def _ask(self, name: str, *arguments: float) -> None:
         if not self._is_leading:
@@ -138,8 +146,12 @@ class Shards:
     # on the other ranks
 
     def follow(self, request: Request) -> None:
-        """Do what rank 0 asks for."""
-        getattr(self, request.name)(*request.arguments)
+        """Do what rank 0 asks for. If this rank fails, all lose it at once."""
+        try:
+            getattr(self, request.name)(*request.arguments)
+        except BaseException:
+            self._ranks.abandon()
+            raise
 
     # on all ranks
 
