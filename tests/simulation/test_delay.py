@@ -85,7 +85,7 @@ def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: 
             member.optimizer.zero_grad()
             member.check_samples()
         member.optimizer.settle()
-        longest[member.name] = max(waits)
+        longest[member.name] = max(waits[:-4])  # at the end it may wait for another one that trains no more
         assert steps[-1] >= 5
         assert sorted(steps) == steps
         counts = member.optimizer.statistics
