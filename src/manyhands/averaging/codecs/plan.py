@@ -128,7 +128,8 @@ def shares_of(weights: Sequence[float], scales: Sequence[float], ranks: Sequence
     """The shares of the members of these ranks in their mean.
 
     Args:
-        weights, scales: by rank; the weight of a member that is clipped counts in full.
+        weights: by rank; that of a member that is clipped counts in full.
+        scales: by rank.
     """
     total = math.fsum(weights[rank] for rank in ranks)
     unscaled = math.fsum(weights[rank] * scales[rank] for rank in ranks) or total
