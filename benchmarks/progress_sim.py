@@ -44,7 +44,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -241,10 +241,12 @@ class Line:
     def recall_complete(self, key: str, now: float) -> tuple[PeerId, ...]:
         return self._known
 
+    recall = recall_complete
+
     def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
         return list(peers)
 
-    def remember(self, key: str, holders: Sequence[PeerId], now: float, are_complete: bool) -> None:
+    def remember(self, key: str, holders: Sequence[PeerId], now: float, complete: Collection[PeerId]) -> None:
         self._known = tuple(holders)
 
     def may_read(self, source: PeerId, key: str) -> bool:
