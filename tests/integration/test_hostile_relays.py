@@ -120,7 +120,8 @@ async def test_after_a_round_in_which_a_relay_has_dropped_the_values_the_streams
             streams = await asyncio.gather(*connecting)
             after = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
             ways.append((after[0] - before[0], after[1] - before[1]))
-            for end, stream in zip(ends, streams, strict=True):
+            for endpoint, end, stream in zip((pair.one, pair.other), ends, streams, strict=True):
+                endpoint.fell_short(stream.stream)
                 end.give_back(stream, is_used_up=False, within_s=1.0)
         assert ways == [(1, 0), (0, 1)]
         for end in ends:

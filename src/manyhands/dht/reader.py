@@ -95,12 +95,8 @@ class Reader:
         """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
-        looked_for = LookedFor(self._known(key), only, topic_of(key) in self._members)
-        found = ReadResult(key, self._config, self._read.get(key), schema, looked_for)
-        for held in self._storage.get(key, now):
-            if looked_for.counts(held.record):
-                found.add(held.record, held.expires_at, held.num_bytes)
-        names = looked_for.names(self._rng)
+        found = self._begun(key, now, only)
+        names = found.looked_for.names(self._rng)
         if not await self._read_at_some(key, found, names, quickly):
             found.forget_shown()
             self._note_own_shown(found)
@@ -119,12 +115,8 @@ class Reader:
         if self._own_id in replicas:  # no request is needed
             return await self.read(key, quickly=True)
         schema, before = self._schemas.get(key), self._read.get(key, {})
-        looked_for = LookedFor(self._known(key), None, topic_of(key) in self._members)
-        found = ReadResult(key, self._config, before, schema, looked_for)
-        for held in self._storage.get(key, now):
-            if looked_for.counts(held.record):
-                found.add(held.record, held.expires_at, held.num_bytes)
-        names = looked_for.names(self._rng)
+        found = self._begun(key, now)
+        names = found.looked_for.names(self._rng)
         after = peer_id_from_public_key(self._rng.randbytes(32))
         is_read = False
         if replicas:
@@ -142,6 +134,15 @@ class Reader:
         found.num_shown = max(found.num_shown, len(found.found))
         found.num_held = max(found.num_held, found.num_shown)
         self._remember(key, {subkey: one for subkey, one in before.items() if one[1] > now} | found.found)
+        return found
+
+    def _begun(self, key: str, now: float, only: frozenset[str] | None = None) -> ReadResult:
+        """A read that has this node's own records so far."""
+        looked_for = LookedFor(self._known(key), only, topic_of(key) in self._members)
+        found = ReadResult(key, self._config, self._read.get(key), self._schemas.get(key), looked_for)
+        for held in self._storage.get(key, now):
+            if looked_for.counts(held.record):
+                found.add(held.record, held.expires_at, held.num_bytes)
         return found
 
     def _take_part(self, found: ReadResult, source: PeerId, answer: FindResponse) -> None:

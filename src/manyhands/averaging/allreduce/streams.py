@@ -165,8 +165,6 @@ class PartnerStreams:
         """
         if is_used_up and not self._tasks.is_closed and self._keep(stream):
             return
-        if not is_used_up:
-            self._endpoint.fell_short(stream.stream)
         closing = self._close(stream.stream, within_s)
         try:
             self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")

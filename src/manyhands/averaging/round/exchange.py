@@ -227,6 +227,9 @@ class Exchange:
             for other, stream in self.streams.items():
                 self.num_bytes_sent += stream.bytes_sent
                 self.num_bytes_received += stream.bytes_received
+                fault = butterfly.faults.get(other)
+                if fault is not None and not fault.is_violation:  # of this stream, not of the values that came
+                    self.endpoint.fell_short(stream.stream)
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in self._lost
                 self.partners.give_back(stream, is_used_up=is_used_up, within_s=self.times.late_s(now))
             # at the end, as a cancellation may interrupt this wait
