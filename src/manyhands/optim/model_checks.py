@@ -97,9 +97,8 @@ class LoopChecks:
             self._was_zero |= not self._counted.any()
 
     def _after(self, _: torch.Tensor) -> None:
-        num_more = (
-            0 if is_sharded(self._smallest) else 1
-        )  # FSDP2 adds to the shard, which is not a write to the DTensor
+        # FSDP2 adds to the shard, which is not a write to the DTensor
+        num_more = 0 if is_sharded(self._smallest) else 1
         if self._is_unwritten(num_more):
             self._num_writes, self._was_added_to = self._num_writes + num_more, True
         else:

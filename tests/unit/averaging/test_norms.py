@@ -87,3 +87,16 @@ def test_what_error_feedback_adds_stays_within_what_was_said() -> None:
     feedback.abort()
     feedback.grow_at_most(0.05 * said)
     assert feedback.encode(vector, 0, encoded).norm().item() < 1.05 * said
+
+
+def test_the_norm_of_residuals_is_that_after_the_last_round_that_counted() -> None:
+    plan = plan_of([(2, 4096)], INT8)
+    feedback = ErrorFeedback(plan)
+    values, out = torch.randn(8192), torch.empty(plan.num_bytes(0, 8192), dtype=torch.uint8)
+    assert feedback.norm() == 0
+    decoded = feedback.encode(values, 0, out)
+    feedback.abort()
+    assert feedback.norm() == 0
+    feedback.encode(values, 0, out)
+    feedback.commit()
+    assert feedback.norm() == pytest.approx((values - decoded).norm().item(), rel=1e-5)

@@ -45,6 +45,7 @@ class ErrorFeedback:
         self._kept_share = 1.0  # the share that the residuals are scaled for
         self._plan = plan
         self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype)
+        self._norm: float | None = 0.0  # of the residuals; None if it was not measured since they changed
         self._pending: list[tuple[slice, torch.Tensor]] = []
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
@@ -66,8 +67,10 @@ class ErrorFeedback:
         return torch.add(values, self._residual_N[part], alpha=scale)
 
     def norm(self) -> float:
-        """The L2 norm of the residuals."""
-        return math.sqrt(square_of(self._residual_N))
+        """The L2 norm of the residuals. Measuring it takes a pass over them, once in each round."""
+        if self._norm is None:
+            self._norm = math.sqrt(square_of(self._residual_N))
+        return self._norm
 
     def grow_at_most(self, norm: float) -> None:
         """Limit the residuals of this round to their present norm and this one; the rest is lost."""
@@ -76,6 +79,8 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """Count the round: its errors are added in the next one."""
+        if self._pending:
+            self._norm = None
         if self._pending and self.share != self._kept_share:
             self._residual_N.mul_(min(self._kept_share / self.share, self._max_scale))  # also where nothing was encoded
             self._kept_share = self.share
