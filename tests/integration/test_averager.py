@@ -175,7 +175,7 @@ async def test_a_member_that_dies_costs_nobody_the_round() -> None:
     values = values_of(4, 3_000_000)
     tensors = [value.clone() for value in values]
     async with sim_peers(4, kind="tls") as peers:
-        config = AveragingConfig(averaging_timeout_s=30.0, chunk_bytes=4096, min_span_bytes=4)
+        config = AveragingConfig(averaging_timeout_s=30.0, chunk_bytes=65_536, min_span_bytes=4)
         averagers = [await join(peer, [tensors[i]], averaging=config) for i, peer in enumerate(peers)]
         victim = peers[3].endpoint
         steps = [asyncio.ensure_future(step(averager, timeout_s=20.0)) for averager in averagers]
