@@ -34,6 +34,24 @@ def test_small_updates_add_up_on_the_host(dtype: torch.dtype) -> None:
     assert replica.position.step == 100
 
 
+def test_a_peer_that_leaves_during_a_backward_pass_does_not_break_it() -> None:
+    """Another thread may close the optimizer, or the peer, at any moment."""
+    parameters = new_parameters(torch.float32)
+    replica = Replica(torch.optim.SGD(parameters, lr=1.0), None, offload=True)
+    loss = (parameters[0] ** 2).sum()
+    replica.release()
+    loss.backward()
+    assert parameters[0].grad is not None
+
+
+def test_a_step_made_in_the_background_is_in_the_model_once_the_peer_has_left() -> None:
+    parameters = new_parameters(torch.float32)
+    replica = Replica(torch.optim.SGD(parameters, lr=1.0), None, offload=True)
+    assert not replica.advance(torch.tensor([0.5, 0.5, 0.5, 1.0]), Averaged(None, b"next", 1))
+    replica.release()
+    assert torch.equal(parameters[0].detach(), torch.full((3,), 0.5))
+
+
 def test_optimizer_statistics_move_to_the_host_copy() -> None:
     parameters = new_parameters(torch.bfloat16)
     optimizer = torch.optim.AdamW(parameters, lr=0.1)

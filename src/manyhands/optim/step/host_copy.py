@@ -65,6 +65,11 @@ class HostCopy:
             parameter.copy_(copy)
         self.show_options()
 
+    def differs_from_model(self) -> bool:
+        """Whether :meth:`copy_to_model` would change the model's parameters."""
+        pairs = zip(self._model_parameters, self._copies, strict=True)
+        return any(not torch.equal(parameter, copy.to(parameter)) for parameter, copy in pairs)
+
     def finer(self) -> dict[str, torch.Tensor]:
         """The copies of another dtype than the model's parameter, and so more precise; by index, as decimal text."""
         pairs = zip(self._model_parameters, self._copies, strict=True)

@@ -284,12 +284,13 @@ class Replica:
         """Have the wrapped optimizer work on the model's parameters again.
 
         The optimizer's copies are copied to the model first, unless something else has written to that, or the model is
-        in shards: the other ranks need not have called this.
+        in shards: the other ranks need not have called this. Nothing is written to a model that has their values
+        already: another thread may be in a backward pass, for which autograd demands the parameters of the forward.
         """
         if self.host_copy is None:
             return
         with self._lock:
-            if self._shards is None and not self.is_overwritten:
+            if self._shards is None and not self.is_overwritten and self.host_copy.differs_from_model():
                 self._show()
             self._finer = self.host_copy.finer()
             self.host_copy.remove()
