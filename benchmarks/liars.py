@@ -2,10 +2,10 @@
 
     python benchmarks/liars.py [--quick] [--json FILE]
 
-Four or eight peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
+Four, eight or 16 peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
 library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster are applied, as in a round of an open run:
-weights are capped, values clipped, members left out, blamed and barred. A quarter of the peers lie from the first step
-on, in all steps:
+weights are capped, values clipped, members left out, blamed and barred. One of four peers, one or three of eight, or
+seven of 16 lie from the first step on, in all steps:
 
 flip x1, x9, x10   the gradient times -1, -9, -10, which it says to the others
 weight x100        the gradient times -1, with 100 times the samples
@@ -14,16 +14,21 @@ norm lie           the gradient times -9, and the norm of the gradient
 free rider         zeros
 noise              random values, nine times as long as the gradient
 label flip         the gradient of wrong labels
+a little           all liars send the others' mean minus 1.5 of their standard deviations, value by value (Baruch et
+                   al., A Little Is Enough, arXiv:1902.06156)
 
-A *defence* is an ``AveragingConfig(aggregate=...)``; "before" is the mean with weights of up to 100 times the median
-for everybody (docs/adr/0018), and is shown only where it differs. Printed for each row: the loss on held-out samples at
-the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent). JSON: a list of
-`{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`.
+A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with chunks of 1,000 values; "before" is the
+mean with weights of up to 100 times the median for everybody (docs/adr/0018), and is shown only where it differs.
+Printed for each row: the loss on held-out samples at the end, that of the same run if nobody lies (clean), and that if
+the liars are not there (absent). JSON: a list of
+`{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`. At last the table of the docs, and
+what a reducer pays for centered clipping: the time of one core for a million values, in chunks of the default size.
 """
 
 from __future__ import annotations
 
 import functools
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +36,8 @@ from typing import Any
 import torch
 from _command_line import Parser, json_path, run, write_json
 
-from manyhands.averaging.messages import Group, Member, Position
+from manyhands.averaging.allreduce.centered_clip import centered_clip
+from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL, Group, Member, Position
 from manyhands.averaging.roster import Attendance, Roster
 from manyhands.averaging.round import limits
 from manyhands.base.identity import PeerId
@@ -39,6 +45,8 @@ from manyhands.base.identity import PeerId
 NUM_CLASSES, NUM_INPUTS = 10, 32
 APART = 0.5
 BATCH = 64
+CHUNK_NUMEL = 1000
+DEVIATIONS = 1.5
 NUM_HELD_OUT = 2000
 NUM_STEPS, NUM_STEPS_QUICK = 300, 60
 ANYBODY = limits.MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
@@ -53,9 +61,16 @@ def mean_of(group: Group, vectors: Vectors) -> torch.Tensor:
     return torch.stack(parts).sum(dim=0)
 
 
+def robust_mean_of(group: Group, vectors: Vectors) -> torch.Tensor:
+    """The same by centered clipping, chunk by chunk."""
+    weights = [member.weight for member in group.members]
+    chunks = zip(*(torch.split(vector, CHUNK_NUMEL) for vector in vectors), strict=True)
+    return torch.cat([centered_clip(torch.stack(chunk), weights) for chunk in chunks])
+
+
 @dataclass(frozen=True)
 class Defence:
-    """How the values of the members become one. Another way to combine them, such as a robust mean, goes here.
+    """How the values of the members become one.
 
     Attributes:
         clips: whether members say their norms, and values that are too large are scaled down.
@@ -69,7 +84,7 @@ class Defence:
 
 
 DEFENCES = {"before": Defence(clips=False, bounds=ANYBODY, has_roster=False), "mean": Defence(clips=False),
-            "clip": Defence(clips=True)}  # fmt: skip
+            "clip": Defence(clips=True), "centered_clip": Defence(clips=False, combine=robust_mean_of)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class Attack:
         weight: of its samples.
         hides: it says the norm of its gradient, not of what it sends.
         is_late: it is honest in the first half of the steps.
+        is_a_little_off: it sends what the honest peers send on average, and ``DEVIATIONS`` of them less.
     """
 
     factor: float = 1.0
@@ -89,6 +105,7 @@ class Attack:
     is_noise: bool = False
     flips_labels: bool = False
     is_late: bool = False
+    is_a_little_off: bool = False
 
 
 ATTACKS = {
@@ -101,6 +118,7 @@ ATTACKS = {
     "free rider": Attack(0.0),
     "noise": Attack(9.0, is_noise=True),
     "label flip": Attack(flips_labels=True),
+    "a little": Attack(is_a_little_off=True),
 }
 HONEST = Attack()
 
@@ -148,6 +166,9 @@ def trained(
             if not roster.barred_rounds(peer_id)
         }  # fmt: skip
         sent = {peer_id: gradient(lie) for peer_id, lie in lies.items()}
+        honest = torch.stack([vector for peer_id, (vector, _) in sent.items() if lies[peer_id] == HONEST])
+        agreed = honest.mean(dim=0) - DEVIATIONS * honest.std(dim=0)
+        sent |= {one: (agreed, float(agreed.norm())) for one, lie in lies.items() if lie.is_a_little_off}
         members = [
             Member(
                 peer_id, [], is_client=False, weight=BATCH * lies[peer_id].weight, norm=norm if defence.clips else 0.0
@@ -180,13 +201,12 @@ def trained(
 def rows(num_steps: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     train = functools.cache(functools.partial(trained, num_steps=num_steps))
-    for num_peers in (4, 8):
+    for num_peers, num_liars in ((4, 1), (8, 1), (8, 3), (16, 7)):
         for optimizer in ("Adam", "SGD"):
             for name, attack in ATTACKS.items():
                 for defence_name, defence in DEFENCES.items():
                     if defence_name == "before" and attack.weight == 1:
                         continue
-                    num_liars = num_peers // 4
                     absent = num_peers - num_liars
                     row: dict[str, Any] = {
                         "peers": num_peers,
@@ -200,11 +220,51 @@ def rows(num_steps: int) -> list[dict[str, Any]]:
                     }
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
                     print(
-                        "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:6}: {heldout_loss:.3f} "
+                        "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
                         "(clean {clean_loss:.3f}, absent {absent_loss:.3f})".format(**found[-1]),
                         flush=True,
                     )
     return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The losses as a table in Markdown: a row for each attack, columns for one of four liars and three of eight."""
+    columns = [
+        (peers, liars, optimizer, defence)
+        for peers, liars, optimizer in ((4, 1, "Adam"), (8, 3, "SGD"))
+        for defence in ("mean", "clip", "centered_clip")
+    ]
+
+    def figures(attack: str, figure: str) -> list[str]:
+        return [
+            f"{row[figure]:.3g}"
+            for column in columns
+            for row in found
+            if (*column, attack) == tuple(row[key] for key in ("peers", "liars", "optimizer", "defence", "attack"))
+        ]
+
+    heads = [f"{liars} of {peers}, {optimizer}: `{defence}`" for peers, liars, optimizer, defence in columns]
+    lines = [
+        ["liars send", *heads],
+        ["---"] * (len(columns) + 1),
+        ["nothing wrong", *figures("flip x1", "clean_loss")],
+        ["nothing, and are not there", *figures("flip x1", "absent_loss")],
+        *([attack, *figures(attack, "heldout_loss")] for attack in ATTACKS),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cost(num_members: int) -> str:
+    """What centered clipping and the plain mean of a chunk take, in one thread."""
+    values = torch.randn(num_members, DEFAULT_CHUNK_NUMEL)
+    weights = torch.ones(num_members)
+    took = {
+        "centered_clip": lambda: centered_clip(values, weights.tolist()),
+        "mean": lambda: weights @ values / num_members,
+    }
+    seconds = {name: min(timeit.repeat(work, number=1, repeat=5)) for name, work in took.items()}
+    for_million = {name: 1e3 * one * 1e6 / DEFAULT_CHUNK_NUMEL for name, one in seconds.items()}
+    return f"{num_members} members: " + ", ".join(f"{name} {one:.2g} ms" for name, one in for_million.items())
 
 
 def main() -> None:
@@ -213,7 +273,9 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    write_json(options.json, rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS))
+    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS)
+    print(table(found), "for a million values:", *map(cost, (4, 8, 16)), sep="\n")
+    write_json(options.json, found)
 
 
 if __name__ == "__main__":

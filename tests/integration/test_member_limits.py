@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from manyhands.averaging.codecs import Unscaled
+from manyhands.averaging.codecs import Uncompared, Unscaled
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import CommittedRound
@@ -124,6 +124,31 @@ async def test_values_that_are_too_large_count_for_twice_the_usual_norm(kind: st
         assert torch.equal(result.averaged_N, results[0].averaged_N)
         off = (result.averaged_N.double() - sum(expected) / 4).norm().item()
         assert off < (0.1 if codec == "int4" else 0.02) * norms[rank - 1]
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("num_peers", [2, 5])
+async def test_centered_clipping_is_that_of_each_chunk_and_values_that_cannot_be_compared_have_their_mean(
+    codec: str, num_peers: int
+) -> None:
+    vectors = [values_of(rank) + 1.0 for rank in range(num_peers)]
+    vectors[-1] *= -5.0
+    for vector in vectors:
+        vector[-100:] = 50.0 * vector[:100]
+    weights = [8.0, 10.0, 8.0, 6.0, 8.0][:num_peers]
+    shapes = (2999, 100), Uncompared((1, 100))
+    results = await round_of(vectors, weights, codec, aggregate="centered_clip", shapes=shapes)
+    plain = sum(vector.double() * weight for vector, weight in zip(vectors, weights, strict=True)) / sum(weights)
+    assert all(result.manifest.weights == weights for result in results)
+    averaged = results[0].averaged_N
+    assert averaged is not None
+    assert all(torch.equal(averaged, result.averaged_N) for result in results if result.averaged_N is not None)
+    off = (averaged.double() - plain)[:-100].norm() / vectors[0].norm()
+    assert (off < 0.2) == (num_peers == 2), "two members have their mean"
+    if num_peers == 5:
+        honest = torch.stack(vectors[:-1]).mean(dim=0)
+        assert (averaged - honest)[:-100].norm() < 0.3 * honest.norm() < (plain - honest)[:-100].norm()
+    torch.testing.assert_close(averaged[-100:].double(), plain[-100:], rtol=0, atol=0.02 * 250)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])

@@ -20,8 +20,8 @@ SPARSE = re.compile(r"sparse(-\d+){3}-[\d.e-]+")
 """The codec of ``LocalSteps(sparse=...)``, as :attr:`manyhands.averaging.codecs.Sparse.setting` writes it."""
 CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
 """The names in :mod:`manyhands.averaging.codecs`, which needs torch."""
-CLIP, MEAN = "clip", "mean"
-AGGREGATES = (CLIP, MEAN)
+CLIP, MEAN, CENTERED_CLIP = "clip", "mean", "centered_clip"
+AGGREGATES = (CLIP, MEAN, CENTERED_CLIP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,9 @@ class AveragingConfig:
         aggregate: how the members' values become one: ``mean``, or ``clip``, the mean in which values more than twice
             as large as usual, by their L2 norm, count scaled down to that. So one member moves a step no further than
             two ordinary ones of its weight. Where nobody is over that, and with fewer than three members, the two are
-            the same. All peers of a run must have the same setting. A :class:`manyhands.Averager` takes the mean.
+            the same. ``centered_clip`` is for runs of strangers: a mean that is not exact, and that several liars
+            together move much less (:mod:`manyhands.averaging.allreduce.centered_clip`). All peers of a run must have
+            the same setting. A :class:`manyhands.Averager` takes the mean.
         error_feedback: add the error of a lossy codec in one round to the values of the next, so that nothing is lost
             in the long run; for gradients and the like. It takes memory of four vectors, half of it only during a
             round. Each peer may have its own setting.
@@ -90,6 +92,11 @@ class AveragingConfig:
         if self.aggregate not in AGGREGATES:
             names = ", ".join(AGGREGATES)
             raise ConfigError(f"aggregate {self.aggregate!r} is unknown; one of {names}, for example {CLIP!r}")
+        if self.aggregate == CENTERED_CLIP and self.is_sparse:
+            raise ConfigError(
+                f"aggregate={CENTERED_CLIP!r} needs all values of all members, and sparse local steps send a part of "
+                f"them; leave out sparse, or take aggregate={CLIP!r}"
+            )
         if self.bandwidth_mbit_s is not None and not 0 < number_of(self.bandwidth_mbit_s) <= MAX_BANDWIDTH_MBIT_S:
             raise ConfigError(
                 f"bandwidth_mbit_s={self.bandwidth_mbit_s!r} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "

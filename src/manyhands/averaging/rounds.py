@@ -17,7 +17,7 @@ from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slo
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, NONE, Feedbacks, codec_named, codec_of_code, plan_of, sent_norm
-from manyhands.averaging.config import CLIP, AveragingConfig
+from manyhands.averaging.config import CENTERED_CLIP, CLIP, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
@@ -358,6 +358,7 @@ class RoundRunner:
             group=group, rank=rank, flat_N=flat_N, plan=plan, refill=refill, memory=self.memory,
             feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
             clips=clips, usual_of=trusted(group, self.matchmaker.roster),
+            is_robust=self._limits is not None and self._config.aggregate == CENTERED_CLIP and norm_before is None,
         )  # fmt: skip
 
     def _left_s(self) -> float:

@@ -34,8 +34,11 @@ NAN = float("nan")
         ({"min_span_bytes": "16"}, "min_span_bytes='16' must be a whole number; for example 16384"),
         ({"max_group_size": None}, "max_group_size=None must be a whole number; for example 256"),
         ({"codec": None}, "codec None is unknown; one of auto, none"),
-        ({"aggregate": "median"}, "aggregate 'median' is unknown; one of clip, mean, for example 'clip'"),
-        ({"aggregate": None}, "aggregate None is unknown; one of clip, mean"),
+        (
+            {"aggregate": "median"},
+            "aggregate 'median' is unknown; one of clip, mean, centered_clip, for example",
+        ),
+        ({"aggregate": None}, "aggregate None is unknown; one of clip, mean, centered_clip"),
         ({"bandwidth_mbit_s": "100"}, "bandwidth_mbit_s='100' must be above 0 and at most"),
     ],
 )

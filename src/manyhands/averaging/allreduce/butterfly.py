@@ -102,6 +102,7 @@ class Butterfly:
         averaged_N: receives the means. If it is ``flat_N``, the means of a chunk overwrite the values once its reducer
             has these.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
+        is_robust: whether the members' values become one by :func:`.centered_clip.centered_clip`.
 
     Attributes:
         faults: what each lost member did wrong, by rank.
@@ -122,6 +123,7 @@ class Butterfly:
         memory: Memory,
         feedbacks: Feedbacks | None,
         is_measured: bool,
+        is_robust: bool = False,
     ) -> None:
         self.averaged_N = averaged_N
         self.faults: dict[int, Complaint] = {}
@@ -147,7 +149,8 @@ class Butterfly:
         self._norms_record = struct.Struct(f"<{len(group.members) if is_measured else 0}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, feedbacks, self._norms
+            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, feedbacks, self._norms,
+            is_robust=is_robust,
         )  # fmt: skip
         self._hashers = [blake3(max_threads=1) for _ in group.members]
         self._hashers[rank] = self._reducer.hasher

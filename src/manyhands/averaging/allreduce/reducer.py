@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from manyhands.averaging.allreduce.centered_clip import ENOUGH, centered_clip
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
@@ -52,6 +53,7 @@ class SpanReducer:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
         norms: measures the members' values as they arrive; None if they are not measured.
+        is_robust: combines them by centered clipping, chunk by chunk, from ``ENOUGH`` members on.
 
     Attributes:
         inboxes: incoming chunks of each other member with a weight, by rank.
@@ -70,6 +72,8 @@ class SpanReducer:
         memory: Memory,
         feedbacks: Feedbacks | None,
         norms: Norms | None,
+        *,
+        is_robust: bool = False,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
@@ -85,6 +89,7 @@ class SpanReducer:
         self._encoded = encoded
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
+        self._is_robust = is_robust
         self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
@@ -258,8 +263,7 @@ class SpanReducer:
     ) -> None:
         """Write the mean of the members' chunks and encode it; raises :class:`_SpoiltError` if a member spoils it.
 
-        Another way to combine the chunks, such as a robust mean, would go here. Values of members that are clipped are
-        scaled down by their shares.
+        Values of members that are clipped are scaled down by their shares.
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
@@ -267,7 +271,9 @@ class SpanReducer:
         num_done = 0
         squares = np.zeros(len(present))
         shares = shares_of(self._weights, self._scales, present)
-        parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
+        is_robust = self._is_robust and len(present) >= ENOUGH
+        is_plain = not (self._is_exact or is_robust) and self._feedback is None
+        parts = plan.cut(chunk.start, chunk.stop) if is_plain else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
             factors = [shares[rank].of(parts[0], is_largest=False) for rank in present]
@@ -282,6 +288,8 @@ class SpanReducer:
             kept[num_done:].copy_(own[num_done:])
             own = kept
         self._add_up(shares, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
+        if is_robust:
+            self._clip_centered(present, own, received, chunk)
         if not self._is_exact:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
@@ -289,6 +297,23 @@ class SpanReducer:
             else:
                 plan.encode(mean, rest.start, encoded[at:])
                 plan.decode(encoded[at:], rest.start, mean)
+
+    def _clip_centered(
+        self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
+    ) -> None:
+        """Write the robust mean of the members' chunks in place of the plain one, where values can be compared."""
+        mean = self._averaged_N[chunk]
+        values = torch.empty(len(present), mean.numel(), dtype=mean.dtype)
+        for row, rank in zip(values, present, strict=True):
+            if rank == self._rank:
+                row.copy_(own)
+            elif self._is_exact:
+                row.copy_(received[rank].view(own.dtype))
+            else:
+                self._plan.decode(received[rank], chunk.start, row)
+        for gap in self._plan.uncompared(chunk):
+            values[:, gap] = mean[gap]
+        mean.copy_(centered_clip(values, [self._weights[rank] for rank in present]))
 
     def _room_of(self, encoded: torch.Tensor) -> int:
         """The index of the room in which a chunk was received."""

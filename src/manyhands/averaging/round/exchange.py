@@ -64,6 +64,7 @@ class Contribution:
     Attributes:
         clips: whether the members have said the norms of their values, and the group has their scales.
         usual_of: ranks of the members whose norms say what is usual.
+        is_robust: whether the members' values become one by centered clipping.
         means: the means of the last exchange; None if this member lacks some.
         manifest: the manifest with which the group would commit these means; None without them.
         outsized: ranks of members whose values are too large beside those of the others.
@@ -81,6 +82,7 @@ class Contribution:
     norm_before: float | None
     clips: bool
     usual_of: Collection[int]
+    is_robust: bool
     means: Means | None = None
     manifest: RoundManifest | None = None
     outsized: set[int] = field(default_factory=set)
@@ -98,7 +100,7 @@ class Contribution:
         return Butterfly(
             self.group, self.rank, self.flat_N, self.plan,
             members=members, averaged_N=averaged_N, memory=self.memory, feedbacks=self.feedbacks,
-            is_measured=self.limits is not None,
+            is_measured=self.limits is not None, is_robust=self.is_robust,
         )  # fmt: skip
 
     def vote(self, butterfly: Butterfly, members: Collection[int], exchange: int, failure: RoundAborted | None) -> Vote:
