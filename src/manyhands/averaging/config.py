@@ -89,9 +89,7 @@ class AveragingConfig:
         if self.codec not in (AUTO, *CODEC_NAMES) and not self.is_sparse:
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
-        if self.aggregate not in AGGREGATES:
-            names = ", ".join(AGGREGATES)
-            raise ConfigError(f"aggregate {self.aggregate!r} is unknown; one of {names}, for example {CLIP!r}")
+        check_aggregate(self.aggregate)
         if self.aggregate == CENTERED_CLIP and self.is_sparse:
             raise ConfigError(
                 f"aggregate={CENTERED_CLIP!r} needs all values of all members, and sparse local steps send a part of "
@@ -107,6 +105,12 @@ class AveragingConfig:
     def is_sparse(self) -> bool:
         """Whether only the largest values are sent, as ``LocalSteps(sparse=...)`` sets it."""
         return isinstance(self.codec, str) and SPARSE.fullmatch(self.codec) is not None
+
+
+def check_aggregate(name: str) -> None:
+    """Raise ``ConfigError`` if there is no such way to combine the members' values."""
+    if name not in AGGREGATES:
+        raise ConfigError(f"aggregate {name!r} is unknown; one of {', '.join(AGGREGATES)}, for example {CLIP!r}")
 
 
 def averaging_of(

@@ -14,7 +14,7 @@ from manyhands.recipes.albert.config import AlbertRecipe
 
 RECIPE = AlbertRecipe(
     vocab_size=600, seq_length=32, hidden_size=48, num_attention_heads=3, learning_rate=0.00176, target_batch_size=64,
-    batch_size=4, seed=5, mask_probability=0.2,
+    batch_size=4, seed=5, mask_probability=0.2, aggregate="centered_clip",
 )  # fmt: skip
 FACTS = facts_of(RunRecipe(recipe=RECIPE, tokenizer="digest", vocab_size=555))
 
@@ -57,6 +57,7 @@ def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
         ({**FACTS, "recipe": "\x1b[2J"}, "trains recipe '?[2J'"),
         ({**FACTS, "hidden_size": "many"}, "the recipe of run 'run' cannot be used"),
         ({**FACTS, "hidden_size": str(4 * 10**200)}, "a number in it is out of bounds"),
+        ({**FACTS, "aggregate": "\x1b[2J"}, "cannot be used: aggregate '\\x1b[2J' is unknown"),
         ({**FACTS, "vocabulary": "-4096"}, "a number in it is out of bounds"),
         ({**FACTS, "hidden_size": "-3"}, "the recipe of run 'run' cannot be used"),
         ({name: value for name, value in FACTS.items() if name != "seq_length"}, "cannot be used"),

@@ -29,11 +29,11 @@ _DATA_URL = "data_url"
 _LOCAL_STEPS = "local_steps"
 """The optimizer itself adds this fact to the manifest, with the outer optimizer."""
 _KINDS: dict[str, Callable[[str], Any]] = {
-    field.name: {"int": int, "float": float}[str(field.type)]
+    field.name: {"int": int, "float": float, "str": str}[str(field.type)]
     for field in fields(AlbertRecipe)
     if field.name not in (*OWN_SETTINGS, _LOCAL_STEPS)
 }
-"""The settings that all peers of a run share as numbers, and how to parse each."""
+"""The settings that all peers of a run share, and how to parse each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,8 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
     try:
         shared = {name: kind(facts[name]) for name, kind in _KINDS.items()} | {_LOCAL_STEPS: _LOCAL_STEPS in facts}
         vocab_size = int(facts[_VOCABULARY])
-        if any(abs(value) > MAX_NUMBER for value in (*shared.values(), vocab_size)) or vocab_size < 1:
+        numbers = [vocab_size, *(value for value in shared.values() if not isinstance(value, str))]
+        if any(abs(number) > MAX_NUMBER for number in numbers) or vocab_size < 1:
             raise ValueError("a number in it is out of bounds")
         recipe = AlbertRecipe(**shared, **{name: given[name] for name in OWN_SETTINGS if name in given})
         data = RunData(facts[_DATA], tuple(facts.get(_DATA_URL, "").split()))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.averaging.config import CLIP, check_aggregate
 from manyhands.base.errors import ConfigError
 
 NUM_PAIR_TOKENS = 3
@@ -99,6 +100,9 @@ class AlbertRecipe:
     max_group_size: int = 256
     """A run with more peers than this averages in a grid of groups."""
 
+    aggregate: str = CLIP
+    """How the peers' gradients become one: clip, mean, or centered_clip, for runs of strangers."""
+
     mask_probability: float = 0.15
     """Share of the tokens of each sample that are masked, but at least one token."""
 
@@ -122,6 +126,7 @@ class AlbertRecipe:
         _at_least("seq_length", self.seq_length, 16)
         _at_least("cache_mb", self.cache_mb, 1)
         _at_least("max_group_size", self.max_group_size, 2)
+        check_aggregate(self.aggregate)
         for name in ("embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                      "batch_size", "num_heldout", "target_batch_size"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)

@@ -99,7 +99,7 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         "scheduler": _scheduler_of(recipe),
         "local_steps": local_steps_of(recipe),
         "must_match": facts_of(run),
-        "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
+        "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size, aggregate=recipe.aggregate),
         "progress": tuning.progress(),
         # a lead above the target means that matchmaking starts at once
         "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
