@@ -141,6 +141,21 @@ async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -
         assert pair.honest.counters["relayed_streams"] == before + 1
 
 
+async def test_once_a_relay_has_failed_those_that_the_user_named_are_asked_before_other_volunteers() -> None:
+    """An attacker may run any number of volunteers near this peer, and each would spoil a round."""
+    async with clients_and_relays("tls", num_relays=5, config=QUICK) as (one, other, relays):
+        *strangers, named = (relay.peer_id for relay in relays)
+        await one.connect(relays[-1].addresses[0])
+        order = one._relayed._in_order
+        assert order([*strangers, named]) == [*strangers, named], "the nearest are asked first"
+        one._relayed.failed(strangers[0])
+        assert order([*strangers, named]) == [named, *strangers[1:], strangers[0]]
+        one._relayed.failed(named)
+        assert order([*strangers, named]) == [*strangers[1:], strangers[0], named]
+        assert await echoed(one, other)
+        assert one.way_to(other.peer_id) != relayed_by(strangers[0])
+
+
 async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() -> None:
     async with relayed_pair() as pair:
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)

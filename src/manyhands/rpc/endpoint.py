@@ -113,6 +113,7 @@ class Endpoint:
         self.on_lost = self._pool.on_lost
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._book = AddressBook(self._config.max_known_addresses)
+        self._named: set[PeerId] = set()  # reached at addresses that the user gave
         self._reached: OrderedDict[PeerId, tuple[str, float]] = OrderedDict()  # IP address, and loop time of the dial
         self._backoff = Backoff(self._rng)
         self._call_rate = Buckets(MAX_CALLS_PER_S)
@@ -127,7 +128,7 @@ class Endpoint:
         )  # fmt: skip
         self._relayed = RelayedStreams(
             transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
-            self._is_near, self._is_relayed_for,
+            self._is_near, self._is_relayed_for, lambda relay: relay in self._named and self._pool.relays_bulk(relay),
         )  # fmt: skip
         self.outside = OutsideView(transport.public_ip6)
         self._punched = PunchedStreams(
@@ -389,8 +390,7 @@ class Endpoint:
         connection = self._pool.of(peer_id)
         if connection is None or connection.way.relay is None:
             return connection is not None
-        relay = self._pool.of(connection.way.relay)
-        return relay is not None and relay.relays
+        return self._pool.relays_bulk(connection.way.relay)
 
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
         """Keep the control connection to a peer open inside the block, even without calls, for its heartbeats."""
@@ -404,7 +404,7 @@ class Endpoint:
     # calls
 
     async def connect(self, address: Address, timeout_s: float | None = None) -> PeerId:
-        """Open a control connection to an address; if it has no peer id, the peer that answers is trusted.
+        """Open a control connection to an address that the user gave; without a peer id, whichever answers is trusted.
 
         Raises:
             DialFailed: with the reason.
@@ -413,10 +413,12 @@ class Endpoint:
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
             self.learn(address.peer_id, [address], AddressSource.ANNOUNCED)
+            self._named.add(address.peer_id)
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
         self._note_own_host(opened.stream.remote_host)
+        self._named.add(opened.stream.remote)
         was_connected = self.is_connected(opened.stream.remote)
         connection = self._opened(opened)
         if address.peer_id is None and not was_connected:
