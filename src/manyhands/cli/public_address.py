@@ -111,6 +111,7 @@ def _moved(peer: Peer, host: str, port: int) -> None:
 
 async def _announce_beside_local(peer: Peer, address: Address) -> None:
     peer.endpoint.announce([address], with_local=True)
+    peer.presence.own_mode.ask_now()
 
 
 async def _ask_peers(peer: Peer) -> None:
