@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -114,6 +115,7 @@ class Endpoint:
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._book = AddressBook(self._config.max_known_addresses)
         self._named: set[PeerId] = set()  # reached at addresses that the user gave
+        self._replaced: WeakSet[ControlConnection] = WeakSet()
         self._reached: OrderedDict[PeerId, tuple[str, float]] = OrderedDict()  # IP address, and loop time of the dial
         self._backoff = Backoff(self._rng)
         self._call_rate = Buckets(MAX_CALLS_PER_S)
@@ -546,11 +548,24 @@ class Endpoint:
     def fell_short(self, stream: Stream) -> None:
         """Note that a stream that :meth:`open_bulk` opened ends without all its data.
 
-        If the other peer is still connected, relays of the stream are asked after others from now on.
+        If the other peer is still connected, relays of the stream are asked after others from now on, and connections
+        through them are replaced: they may hang as well, and would be lost only after the heartbeat timeout.
         """
-        if self.is_connected(stream.remote):
-            for relay in self._bulk.relays_of(stream):
-                self._relayed.failed(relay)
+        if not self.is_connected(stream.remote):
+            return
+        for relay in self._bulk.relays_of(stream):
+            self._relayed.failed(relay)
+            for connection in self._pool.all():
+                if connection.way.relay == relay and connection.is_open and connection not in self._replaced:
+                    self._replaced.add(connection)
+                    self._tasks.spawn(self._replace(connection), name=f"another relay to {connection.remote}")
+
+    async def _replace(self, connection: ControlConnection) -> None:
+        """Connect to the same peer through another relay, if there is one; the pool then closes the old connection."""
+        relays = [relay for relay in self._pool.relays() if relay not in (connection.way.relay, connection.remote)]
+        hello = self._hello(CONTROL)
+        with suppress(Unavailable, PeerError):
+            self._opened(await self._relayed.open(relays, connection.remote, hello, self._config.dial_timeout_s))
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         """Return an open connection, dialled if needed; calls on it must begin before the loop runs other tasks."""
