@@ -59,7 +59,7 @@ check: $(VENV)/.dev  ## lint, format, types, import rules
 
 bench: $(VENV)/.dev  ## run every script in benchmarks/, for hours; those with emulated lines are skipped without root
 	@failed=; for script in benchmarks/[!_]*.py; do \
-	  echo "== $$script"; $(PY) $$script || failed="$$failed $$script"; \
+	  echo "== $$script"; $(PY) $$script || [ $$? = 2 ] || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 screenshots: $(VENV)/.dev  ## draw the page of a made-up run into docs/img; needs Chromium

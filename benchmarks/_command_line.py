@@ -85,9 +85,9 @@ def write_json(path: Path | None, results: list[dict[str, Any]]) -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """End a script that cannot measure anything here; that is no failure."""
+    """End a script that cannot measure anything here, with exit code 2: what was asked for does not exist."""
     print(f"skipped: {reason}", file=sys.stderr)
-    sys.exit(0)
+    sys.exit(2)
 
 
 def run(main: Any) -> NoReturn:

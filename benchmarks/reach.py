@@ -48,7 +48,8 @@ public peer that relays; it has IPv4 only. Of a public peer and another one, the
 b, way, connect_ms, punched_ms, mb_per_s, first_contribution_s}``: until the first call is answered, until there is a
 connection without a relay (both since the call began), the throughput of one stream, and, in a run that the public peer
 has begun, from the start of both until the end of the first averaging round with the samples of both. There they get no
-option that says how they are connected.
+option that says how they are connected. The emulated internet carries TCP alone, so a router that blocks UDP makes no
+difference in any row.
 
 With ``--swarm``, so many peers and one public one average ``--swarm-params`` values with int8. All have an upload of
 ``--mbit-s``. JSON: a list of ``{swarm, punched_pairs, step_s, public_mb, other_mb, failed}``, medians of ``--rounds``;

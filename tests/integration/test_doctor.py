@@ -30,6 +30,7 @@ from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
 from manyhands.transport import TlsTransport
 from tests import tls_contexts
+from tests.integration.test_relays import seems_symmetric
 from tests.integration.test_transport import answer_http, context_of_another_issuer, hang_up, server_of, silent_port
 from tests.network import LOOPBACK, identity_of
 
@@ -328,10 +329,16 @@ async def begin_run(peer: Presence, run_id: str) -> bytes:
     manifest = RunManifest("manyhands/1", run_id, 8, [], [], "SGD", [], "", "none", {})
     declare_run(peer.dht, run_id)
     await peer.dht.store(manifest_key(run_id), zlib.compress(manifest.encoded()), 60.0, subkey=peer.peer_id)
-    record = PeerRecord(Position(1, b"x"), False, [], 60.0, samples=4, samples_per_second=1.0, lineage_samples=8)
+    await publish(peer, run_id)
+    return manifest.fingerprint()
+
+
+async def publish(peer: Presence, run_id: str) -> None:
+    """Publish a record of progress."""
+    is_client = peer.endpoint.client_mode
+    record = PeerRecord(Position(1, b"x"), is_client, [], 60.0, samples=4, samples_per_second=1.0, lineage_samples=8)
     plain = msgspec.to_builtins(record, builtin_types=(bytes,))
     await peer.dht.store(peer_key(run_id, PROGRESS_KIND), plain, 60.0, subkey=peer.peer_id)
-    return manifest.fingerprint()
 
 
 async def test_the_settings_of_a_ticket_are_compared_with_those_of_the_run() -> None:
@@ -379,3 +386,46 @@ async def test_the_charter_of_a_ticket_must_be_that_of_the_run() -> None:
         assert (the(report, "run").detail, the(report, "run").advice) == (
             "run 'r' is by invitation", "ask its owner for a ticket, in place of the address"
         )  # fmt: skip
+
+
+# the ways to the peers of the run
+
+
+@asynccontextmanager
+async def client_of(relay: Presence, number: int) -> AsyncIterator[Presence]:
+    """A trainer in client mode."""
+    client = Presence(TlsTransport(identity_of(number)), client_mode=True, dht_config=CONFIG)
+    try:
+        await client.start([address_of(relay)], [])
+        await publish(client, "r")
+        yield client
+    finally:
+        await client.stop()
+
+
+async def test_doctor_tells_how_each_peer_of_the_run_is_reached() -> None:
+    async with coordinators(2) as (relay, trainer), client_of(relay, 30) as near, client_of(relay, 31) as far:
+        await begin_run(trainer, "r")
+        seems_symmetric(far.endpoint)
+        report = await examined(address_of(relay), run_id="r")
+        check = the(report, "ways")
+        assert check.detail.startswith("3 peers of run 'r': ")
+        assert f"1 punched ({near.peer_id})" in check.detail
+        assert any(f"1 relayed by {one.peer_id} ({far.peer_id})" in check.detail for one in (relay, trainer))
+        assert "1 direct" in check.detail
+        assert check.ok is None, "the relay is no volunteer"
+        assert "that relay forwards no averages: start it with --relay" in check.advice
+        assert "the other machines' routers stood in the way" in check.advice
+        assert report.seconds < 15.0
+
+
+async def test_doctor_reports_a_run_whose_trainers_it_does_not_reach() -> None:
+    async with coordinators(1) as (relay,):
+        async with client_of(relay, 30) as gone:
+            await begin_run(gone, "r")
+        report = await examined(address_of(relay), run_id="r")
+        check = the(report, "ways")
+        assert check.ok is False
+        assert f"1 peer of run 'r': 1 not reached ({gone.peer_id})" in check.detail
+        assert "started with --relay" in check.advice
+        assert report.can_join

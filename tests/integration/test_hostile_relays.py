@@ -123,10 +123,28 @@ async def test_after_a_round_in_which_a_relay_has_dropped_the_values_the_streams
             for endpoint, end, stream in zip((pair.one, pair.other), ends, streams, strict=True):
                 endpoint.fell_short(stream.stream)
                 end.give_back(stream, is_used_up=False, within_s=1.0)
-        assert ways == [(1, 0), (0, 1)]
+        assert ways[0] == (1, 0)
+        assert ways[1][0] == 0
+        assert ways[1][1] >= 1, "the stream, and control connections that are replaced"
         for end in ends:
             end.close()
         await tasks.close()
+
+
+async def test_a_relay_that_has_spoiled_averages_loses_its_control_connections_too() -> None:
+    """Else each of them would hang until its heartbeats are missed, in another round."""
+    async with relayed_pair() as pair:
+        lost: list[PeerId] = []
+        pair.one.on_lost.append(lost.append)
+        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
+        assert pair.one.way_to(pair.other.peer_id) == relayed_by(pair.hostile.peer_id)
+        pair.relay.spoil = drops
+        pair.one.fell_short(stream)
+        pair.one.release(stream)
+        honest = relayed_by(pair.honest.peer_id)
+        await until(lambda: pair.one.way_to(pair.other.peer_id) == honest, "the other relay has taken over")
+        assert await echoed(pair.one, pair.other)
+        assert not lost
 
 
 async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -> None:
@@ -139,6 +157,21 @@ async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
         pair.one.release(stream)
         assert pair.honest.counters["relayed_streams"] == before + 1
+
+
+async def test_once_a_relay_has_failed_those_that_the_user_named_are_asked_before_other_volunteers() -> None:
+    """An attacker may run any number of volunteers near this peer, and each would spoil a round."""
+    async with clients_and_relays("tls", num_relays=5, config=QUICK) as (one, other, relays):
+        *strangers, named = (relay.peer_id for relay in relays)
+        await one.connect(relays[-1].addresses[0])
+        order = one._relayed._in_order
+        assert order([*strangers, named]) == [*strangers, named], "the nearest are asked first"
+        one._relayed.failed(strangers[0])
+        assert order([*strangers, named]) == [named, *strangers[1:], strangers[0]]
+        one._relayed.failed(named)
+        assert order([*strangers, named]) == [*strangers[1:], strangers[0], named]
+        assert await echoed(one, other)
+        assert one.way_to(other.peer_id) != relayed_by(strangers[0])
 
 
 async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() -> None:

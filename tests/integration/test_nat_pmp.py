@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import socket
 import struct
 import threading
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.base.errors import Unavailable
-from manyhands.reach import nat_pmp, public_address
-from manyhands.reach.nat_pmp import PortMapping, default_gateway
+from manyhands.reach import nat_pmp, port_mapping, public_address
+from manyhands.reach.nat_pmp import NatPmpRouter, default_gateway
+from manyhands.reach.port_mapping import PortMapping
 from manyhands.reach.public_address import infer
 
 PORT = 31337
@@ -92,7 +94,7 @@ def serving() -> Iterator[tuple[Router, int]]:
 def test_a_port_is_mapped_until_it_is_released(num_lost: int) -> None:
     with serving() as (router, server_port):
         router.num_lost, router.offset = num_lost, 5
-        mapping = PortMapping("127.0.0.1", PORT, server_port)
+        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
         assert (mapping.host, mapping.port) == (PUBLIC, PORT + 5)
         assert router.mappings == {PORT + 5: PORT}
         mapping.release()
@@ -102,7 +104,7 @@ def test_a_port_is_mapped_until_it_is_released(num_lost: int) -> None:
 def test_a_mapping_is_renewed_after_half_of_its_lifetime() -> None:
     with serving() as (router, server_port):
         router.lifetime_s = 2
-        mapping = PortMapping("127.0.0.1", PORT, server_port)
+        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
         deadline = time.monotonic() + 60.0
         while len(router.asked) < 2:
             assert time.monotonic() < deadline
@@ -113,11 +115,31 @@ def test_a_mapping_is_renewed_after_half_of_its_lifetime() -> None:
         assert released == (0, 0)
 
 
+def test_a_router_that_restarts_with_another_address_maps_the_port_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(port_mapping, "RENEW_S", 0.1)
+    moved: queue.Queue[tuple[str, int]] = queue.Queue()
+    with serving() as (router, server_port):
+        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port), lambda *place: moved.put(place))
+        router.result = 3  # it has no address yet
+        while "did not renew" not in caplog.text:
+            time.sleep(0.01)
+        router.host, router.offset, router.mappings = "198.51.45.8", 5, {}
+        router.result = 0
+        assert moved.get(timeout=60.0) == ("198.51.45.8", PORT + 5)
+        assert router.mappings[PORT + 5] == PORT
+        mapping.release()
+        assert router.mappings == {}
+    assert moved.empty()
+    assert caplog.text.count("did not renew") == 1, "told once"
+
+
 def test_a_router_that_refuses_is_named_with_its_reason() -> None:
     with serving() as (router, server_port):
         router.result = 2
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1 refuses: NAT-PMP is turned off"):
-            PortMapping("127.0.0.1", PORT, server_port)
+            PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
 
 
 def test_a_router_that_never_answers_costs_two_seconds() -> None:
@@ -125,7 +147,7 @@ def test_a_router_that_never_answers_costs_two_seconds() -> None:
         router.num_lost = 100
         began = time.monotonic()
         with pytest.raises(Unavailable, match="does not answer NAT-PMP"):
-            PortMapping("127.0.0.1", PORT, server_port)
+            PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
         assert time.monotonic() - began < 10.0
 
 
@@ -133,17 +155,17 @@ def test_a_router_that_does_not_listen_is_given_up_at_once() -> None:
     with serving() as (_, server_port):
         pass
     with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
-        PortMapping("127.0.0.1", PORT, server_port)
+        PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
     with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
-        PortMapping("255.255.255.255", PORT)  # as without a network, no packet leaves
+        PortMapping(NatPmpRouter("255.255.255.255", PORT))  # as without a network, no packet leaves
 
 
 @pytest.mark.parametrize(("host", "is_found"), [(PUBLIC, True), (PRIVATE, False)])
 def test_a_first_peer_asks_its_router(host: str, is_found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public_address.importlib.util, "find_spec", lambda name: None)  # without UPnP
+    monkeypatch.setattr(port_mapping.importlib.util, "find_spec", lambda name: None)  # without UPnP
     with serving() as (router, server_port):
         router.host = host
-        monkeypatch.setattr(public_address, "PortMapping", functools.partial(PortMapping, server_port=server_port))
+        monkeypatch.setattr(public_address, "NatPmpRouter", functools.partial(NatPmpRouter, server_port=server_port))
         found = infer(PORT, metadata=NOBODY, services=(), gateway="127.0.0.1")
         assert (found is not None) == is_found
         if found is not None:

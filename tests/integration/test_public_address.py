@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import logging
+import queue
 import socket
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.options import PeerOptions
 from manyhands.cli.public_address import announce_public, map_port
 from manyhands.peer import Peer
-from manyhands.reach import Reach, public_address
+from manyhands.reach import Reach, port_mapping, public_address
 from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer, mapped_by_router
 from tests.integration.test_interfaces import UNSHARE, has_namespaces
@@ -260,7 +261,7 @@ def test_a_router_maps_the_port_until_the_peer_ends() -> None:
 
 
 def test_a_mapping_is_renewed_before_its_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public_address, "LEASE_S", 1)
+    monkeypatch.setattr(port_mapping, "LEASE_S", 1)
     with router_with(ROUTER) as router:
         found = mapped_by_router(PORT, "127.0.0.1")
         assert found is not None
@@ -278,7 +279,7 @@ def test_a_router_that_takes_permanent_mappings_only_gets_one() -> None:
         router.only_permanent = True
         found = mapped_by_router(PORT, "127.0.0.1")
         assert found is not None
-        assert router.leases == [str(public_address.LEASE_S), "0"]
+        assert router.leases == [str(port_mapping.LEASE_S), "0"]
         assert router.mappings == {str(PORT): "127.0.0.1"}
         found.release()
         assert router.mappings == {}
@@ -288,7 +289,7 @@ def test_a_peer_that_joins_announces_the_port_that_the_router_maps(monkeypatch: 
     released: list[str] = []
     undo: list[Callable[[], None]] = []
     mapped = PublicAddress(ROUTER, PORT, "the router", release=lambda: released.append("port"))
-    monkeypatch.setattr(public_address, "mapped_by_router", lambda port, gateway: mapped)
+    monkeypatch.setattr(public_address, "mapped_by_router", lambda port, gateway, on_moved: mapped)
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
         local = peer.addresses
         if any("127.0.0.1" in address for address in local):
@@ -301,6 +302,56 @@ def test_a_peer_that_joins_announces_the_port_that_the_router_maps(monkeypatch: 
         assert peer.addresses[1:] == local
         undo[0]()
     assert released == ["port"]
+
+
+@pytest.mark.parametrize("only_permanent", [False, True])
+def test_a_router_that_restarts_with_another_address_maps_the_port_again(
+    monkeypatch: pytest.MonkeyPatch, *, only_permanent: bool
+) -> None:
+    monkeypatch.setattr(port_mapping, "RENEW_S", 0.1)
+    moved: queue.Queue[tuple[str, int]] = queue.Queue()
+    with router_with(ROUTER) as router:
+        router.only_permanent = only_permanent
+        found = mapped_by_router(PORT, "127.0.0.1", on_moved=lambda *place: moved.put(place))
+        assert found is not None
+        router.host, router.mappings = PUBLIC, {}
+        assert moved.get(timeout=60.0) == (PUBLIC, PORT)
+        assert router.mappings == {str(PORT): "127.0.0.1"}
+        router.mappings.clear()
+        while not router.mappings:
+            time.sleep(0.01)
+        found.release()
+        assert router.mappings == {}
+        assert router.leases.count("0") == (2 + 1 if only_permanent else 0), "no more often than needed"
+    assert moved.empty()
+
+
+def test_a_peer_tells_others_the_new_address_of_its_router(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tell: queue.Queue[Callable[[str, int], None]] = queue.Queue()
+
+    def mapped(port: int, gateway: str, on_moved: Callable[[str, int], None]) -> PublicAddress:
+        tell.put(on_moved)
+        return PublicAddress(ROUTER, PORT, "the router")
+
+    monkeypatch.setattr(public_address, "mapped_by_router", mapped)
+    with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
+        local = peer.addresses
+        if any("127.0.0.1" in address for address in local):
+            pytest.skip("this machine has no other address than that of the loopback interface")
+        map_port(peer, lambda undo: None)
+        on_moved = tell.get(timeout=60.0)
+        deadline = time.monotonic() + 60.0
+        while peer.addresses == local:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        on_moved(PUBLIC, PORT)
+        place = f"/ip4/{PUBLIC}/tcp/{PORT}/p2p/{peer.peer_id}"
+        assert peer.addresses == [place, *local]
+    assert f"others join with: --initial-peers {place}" in caplog.text
+    on_moved(ROUTER, PORT)  # too late: nothing happens
 
 
 def test_a_router_behind_another_one_has_no_public_address() -> None:
@@ -360,7 +411,7 @@ def test_a_peer_that_found_no_address_says_what_would_help(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
-    monkeypatch.setattr(public_address, "speaks_upnp", lambda: is_installed)
+    monkeypatch.setattr("manyhands.cli.public_address.speaks_upnp", lambda: is_installed)
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as first:
         if any("127.0.0.1" in address for address in first.addresses):
             pytest.skip("this machine has no other address than that of the loopback interface")

@@ -85,6 +85,26 @@ async def test_another_peer_at_the_named_place_is_not_taken_for_the_target() -> 
         transport.close()
 
 
+async def test_a_router_that_answers_that_it_refuses_does_not_end_the_attempt() -> None:
+    """Some refuse what their machine has not asked for yet, in place of dropping it; the other end comes later."""
+    transports = [TlsTransport(identity_of(number)) for number in range(2)]
+    caller, target = transports
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = Address.of("127.0.0.1", closed.getsockname()[1])
+    ports = [transport.take_port() for transport in transports]
+    dialling = caller.dial_from(ports[0], [refusing], target.identity.peer_id, 5.0, is_bulk=False)
+    dialled = asyncio.ensure_future(dialling)
+    await asyncio.sleep(0.05)
+    assert not dialled.done()
+    places = [Address.of("127.0.0.1", ports[0].number)]
+    accepted = await target.accept_from(ports[1], places, caller.identity.peer_id, 5.0)
+    assert (await dialled).remote == target.identity.peer_id
+    for one in (accepted, dialled.result()):
+        one.abort()
+    for transport in transports:
+        transport.close()
+
+
 async def test_an_attempt_without_the_other_end_fails_in_time() -> None:
     transport = TlsTransport(identity_of(0))
     port = transport.take_port()

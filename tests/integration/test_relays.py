@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -95,13 +96,17 @@ async def test_the_target_opens_bulk_streams_through_the_relay_too(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_peer_that_is_no_volunteer_relays_control_streams_only(kind: str) -> None:
+async def test_a_peer_that_is_no_volunteer_relays_control_streams_only(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with clients_and_relays(kind, config=RpcConfig()) as (one, other, [relay]):
         other.accept_bulk("echo", send_back)
         assert await echoed(one, other)
         with pytest.raises(Unavailable, match="relays no bulk data"):
             await one.open_bulk(other.peer_id, "echo", b"3")
         assert relay.counters["refused_relays"] == 1
+        assert f"it is relayed by {relay.peer_id}, which forwards no averages without --relay" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -300,6 +300,25 @@ def test_the_trace_of_a_step_reports_its_figures(tmp_path: Path) -> None:
     assert figures["functions"] > figures["files"] > figures["frames_average_to_exchange"] > 0
 
 
+AS_USER = """
+import os, runpy, sys
+os.geteuid = lambda: 1000
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+script = sys.argv.pop(1)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_without_root_the_benchmark_of_reach_ends_with_one_line() -> None:
+    command = Command(["-c", AS_USER, str(BENCHMARKS / "reach.py"), "--pairs"], module=None)
+    try:
+        assert command.wait() == USAGE, command.output
+    finally:
+        command.close()
+    (line,) = command.output.splitlines()
+    assert line.startswith("skipped: an emulated network needs ")
+
+
 @pytest.mark.sweep
 @pytest.mark.skipif(not IS_LINUX or os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="no namespaces here")
 def test_the_benchmark_of_reach_joins_and_contributes_behind_a_symmetric_router(tmp_path: Path) -> None:

@@ -114,6 +114,47 @@ def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     assert closed.statistics.samples_dropped == 0
 
 
+@pytest.mark.parametrize("mapped_after_s", [2.0, 10.0])
+def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(mapped_after_s: float) -> None:
+    """The router needs some seconds for it. Meanwhile the dials of the others are lost."""
+    world = World(3)
+    world.network.default_link.latency_s = 0.02
+    first: list[Address] = []
+    modes: list[bool] = []
+
+    async def open_peer(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.start(first, [Address.of(host.ip, PORT)])
+            first.extend(presence.endpoint.addresses)
+            await asyncio.sleep(40.0)
+        finally:
+            await presence.stop()
+
+    async def mapped_peer(host: Host) -> None:
+        host.router = "port-preserving"
+        await asyncio.sleep(2.0)
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.start(first, [Address.of(host.ip, PORT)], finds_mode=True)
+            await asyncio.sleep(mapped_after_s)
+            modes.append(presence.endpoint.client_mode)
+            host.router = "none"
+            presence.own_mode.ask_now()
+            await presence.own_mode.decided()
+            await asyncio.sleep(5.0)
+            presence.own_mode.listen_if_possible()
+            modes.append(presence.endpoint.client_mode)
+        finally:
+            await presence.stop()
+
+    for name in ("one", "two", "three"):
+        world.start(name, open_peer)
+    world.start("mapped", mapped_peer)
+    world.run(60.0)
+    assert modes == [mapped_after_s > 5.0, False]
+
+
 def test_a_peer_that_finds_nobody_does_not_wait_for_somebody_to_dial_it(caplog: pytest.LogCaptureFixture) -> None:
     """The last peer of a run that is started again knows addresses, of peers that are gone."""
     world, waited_s = World(3), list[float]()

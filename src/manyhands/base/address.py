@@ -119,6 +119,15 @@ class Address:
         return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_loopback
 
 
+def public_host(text: str) -> str:
+    """Return the IP address in a text if it is a public one, else an empty text."""
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        return ""
+    return str(ip) if ip.is_global else ""
+
+
 def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
     """Read several addresses; an :class:`Address` is returned unchanged.
 

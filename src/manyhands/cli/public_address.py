@@ -6,12 +6,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from manyhands.base.address import Address, parse_addresses
-from manyhands.base.errors import ConfigError, DialFailed, DialReason
+from manyhands.base.errors import ConfigError, DialFailed, DialReason, ManyhandsError
 from manyhands.peer import Peer, Presence
 from manyhands.reach import public_address
 from manyhands.reach.nat_pmp import default_gateway
+from manyhands.reach.port_mapping import speaks_upnp
 from manyhands.reach.public_address import PublicAddress
 from manyhands.reach.seen_host import SeenHost
 from manyhands.transport import TlsTransport
@@ -41,14 +44,14 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
     if not local or any(address.is_public or address.is_loopback for address in ip4):
         return None
     logger.info("No address specified. Attempting to infer address ...")
-    found = public_address.infer(ip4[0].port, maps_port=maps_port)
+    found = public_address.infer(ip4[0].port, maps_port=maps_port, on_moved=partial(_moved, peer))
     where = ", ".join(address.host_port for address in ip4)
     if found is None:
         upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"
         logger.warning(
             "No public address was found: machines outside of this network cannot join at %s. If the router forwards a "
             "port to this machine, announce it: --announce PUBLIC-HOST:PORT%s", where,
-            upnp if maps_port and not public_address.speaks_upnp() else "",
+            upnp if maps_port and not speaks_upnp() else "",
         )  # fmt: skip
         peer.run(_ask_peers(peer), START_TIMEOUT_S, "beginning to ask peers for this one's address")
         return None
@@ -75,7 +78,9 @@ def map_port(peer: Peer, at_exit: Callable[[Callable[[], None]], None]) -> None:
         return
 
     def run() -> None:
-        found = public_address.mapped_by_router(private[0].port, gateway=default_gateway())
+        found = public_address.mapped_by_router(
+            private[0].port, gateway=default_gateway(), on_moved=partial(_moved, peer)
+        )
         if found is None:
             return
         at_exit(found.release)
@@ -92,8 +97,21 @@ def map_port(peer: Peer, at_exit: Callable[[Callable[[], None]], None]) -> None:
     threading.Thread(target=run_quietly, daemon=True, name="mapping a port").start()
 
 
+def _moved(peer: Peer, host: str, port: int) -> None:
+    """Announce that the router has another public address; others find this peer there within a minute."""
+    address = Address.of(host, port)
+    with suppress(ManyhandsError):  # this peer is closing
+        peer.run(_announce_beside_local(peer, address), START_TIMEOUT_S, "announcing an address")
+        logger.info(
+            "The router has another public address now: others join with: --initial-peers %s. Tickets with the old one "
+            "are void",
+            address.with_peer(peer.peer_id),
+        )
+
+
 async def _announce_beside_local(peer: Peer, address: Address) -> None:
     peer.endpoint.announce([address], with_local=True)
+    peer.presence.own_mode.ask_now()
 
 
 async def _ask_peers(peer: Peer) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 Kind = Literal[
     "dns", "tcp", "tls", "identity", "protocol", "dht", "clock", "dial_back", "listen", "router", "peers",
-    "coordinators", "run",
+    "coordinators", "run", "ways",
 ]  # fmt: skip
 
 NAMES: Final[dict[Kind, str]] = {
@@ -26,6 +26,7 @@ NAMES: Final[dict[Kind, str]] = {
     "peers": "peers",
     "coordinators": "initial peers",
     "run": "run",
+    "ways": "ways",
 }
 """The displayed names of the checks, in the order in which they are shown."""
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from manyhands.access.charters import has_charter_records, read_charters
-from manyhands.base.address import Address
+from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.peer_records import PeerRecord
+from manyhands.base.address import Address, public_host
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import Identity, PeerId
@@ -19,10 +21,11 @@ from manyhands.dht.reachability import can_find
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Check, Finding, Kind, Report, report_of
 from manyhands.doctor.probe import OnCheck, Probe, Probed
-from manyhands.optim.run.run_records import find_runs, nobody_is_in
+from manyhands.optim.run.run_records import Run, find_runs, nobody_is_in
 from manyhands.peer import ALL_INTERFACES, Presence
 from manyhands.reach.messages import DIAL_BACK, MAX_DIALLED, DialBackRequest
 from manyhands.rpc.announce import dialable_addresses
+from manyhands.rpc.ways import Way
 from manyhands.transport import Listener, Stream, TlsTransport
 
 MAX_INITIAL_PEERS = 16
@@ -31,6 +34,20 @@ DIAL_BACK_TIMEOUT_S = 5.5
 """Longest wait in seconds for the answer to a dial-back: the peer takes 4 s at most, and the call the rest."""
 
 SWARM_TIMEOUT_S = 5.0
+
+MAX_MET = 16
+"""Peers of the run that are connected to, those in client mode first."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""Time to connect to one of them: half for its own addresses, half for relays."""
+
+PUNCH_TIMEOUT_S = 3.0
+"""Time in which a relayed connection is replaced by a direct one, if that is possible: one attempt."""
+
+POLL_S = 0.05
+
+ALL_S = 14.0
+"""By then, the peers that are not connected to count as not reached."""
 
 DHT_CONFIG = DhtConfig(join_timeout_s=4.0, lookup_timeout_s=4.0, request_timeout_s=2.0)
 
@@ -111,10 +128,10 @@ class _Examiner:
         self._wall_clock = wall_clock
         self._listeners: list[Listener] = []
         self._checks: list[Check] = []
+        self._began = asyncio.get_running_loop().time()
 
     async def run(self) -> Report:
         loop = asyncio.get_running_loop()
-        began = loop.time()
         await self._listen()
         addresses = dict.fromkeys(self._examination.initial_peers)
         probed = await asyncio.gather(*(self._probe(address) for address in addresses))
@@ -127,9 +144,10 @@ class _Examiner:
         self._compare_clocks(joined)
         outside = self._presence.endpoint.outside
         has_ip6 = bool(outside.public_ip6())
-        self._note("router", findings.router(outside.router, outside.hosts, has_ip6=has_ip6))
+        seen_at = list(dict.fromkeys(host for peer in joined if (host := public_host(peer.seen_host))))
+        self._note("router", findings.router(outside.router, outside.hosts, seen_at, has_ip6=has_ip6))
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
-        return report_of(self._checks, self._presence.peer_id, loop.time() - began)
+        return report_of(self._checks, self._presence.peer_id, loop.time() - self._began)
 
     async def close(self) -> None:
         for listener in self._listeners:
@@ -238,18 +256,22 @@ class _Examiner:
 
     async def _look_for_run(self, joined: Collection[PeerId]) -> None:
         began = asyncio.get_running_loop().time()
+        runs: list[Run] = []
         try:
             async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
-                finding = await self._found_run(joined)
+                finding = await self._found_run(joined, runs)
         except (Unavailable, PeerError) as error:
             finding = findings.no_runs_seen(error)
         self._note("run", finding, None, began)
+        await self._meet(next((run for run in runs if self._examination.run_id in (None, run.run_id)), None))
 
-    async def _found_run(self, joined: Collection[PeerId]) -> Finding:
+    async def _found_run(self, joined: Collection[PeerId], runs: list[Run]) -> Finding:
+        """The finding about the run; the runs whose peers can be seen are added to ``runs``."""
         dht = self._presence.dht
         run_id = self._examination.run_id
         if run_id is None:
-            return findings.runs_seen(await find_runs(dht))
+            runs += await find_runs(dht)
+            return findings.runs_seen(runs)
         wanted = self._examination.charter
         named = await read_charters(dht, run_id, publishers=joined, digest=wanted)
         charter = named[0].charter if named else None
@@ -258,11 +280,51 @@ class _Examiner:
         if charter is not None and not charter.is_open:
             return findings.is_by_invitation(run_id, has_ticket=bool(wanted))
         digest = self._examination.digest or (charter.charter.manifest if charter is not None else b"")
-        runs = await find_runs(dht, run_id, {run_id: digest})
+        runs += await find_runs(dht, run_id, {run_id: digest})
         run = next((run for run in runs if run.run_id == run_id), None)
         if run is None:
             return findings.run_not_there(nobody_is_in(run_id, dht.num_known_peers, runs))
         return findings.run_is_there(run, is_expected=bool(digest))
+
+    async def _meet(self, run: Run | None) -> None:
+        """Connect to peers of a run, and find out how: as a peer on this machine would that nobody can dial."""
+        began = asyncio.get_running_loop().time()
+        if run is None:
+            self._note("ways", findings.not_tried("no run whose peers can be seen"))
+            return
+        others = [(peer_id, record) for peer_id, record in run.peers.items() if peer_id != self._presence.peer_id]
+        others.sort(key=lambda other: not other[1].is_client)
+        met = others[:MAX_MET]
+        ways = await asyncio.gather(*(self._way_to(peer_id, record) for peer_id, record in met))
+        endpoint = self._presence.endpoint
+        finding = findings.ways(
+            run.run_id,
+            [
+                findings.Met(peer_id, way, way is None or endpoint.carries_bulk(peer_id))
+                for (peer_id, _), way in zip(met, ways, strict=True)
+            ],
+            num_peers=len(others),
+            is_place_known=endpoint.outside.is_known,
+        )
+        self._note("ways", finding, None, began)
+
+    async def _way_to(self, peer_id: PeerId, record: PeerRecord) -> Way | None:
+        """How this machine is connected to another peer in the end; None if it is not."""
+        loop = asyncio.get_running_loop()
+        endpoint = self._presence.endpoint
+        endpoint.learn(peer_id, readable_addresses(record.addresses))
+        over_at = self._began + ALL_S
+        try:
+            await endpoint.call_on(peer_id, max(min(CONNECT_TIMEOUT_S, over_at - loop.time()), 0.0))
+        except (Unavailable, PeerError):
+            return None
+        until = min(loop.time() + PUNCH_TIMEOUT_S, over_at)
+        while endpoint.outside.is_known and loop.time() < until:
+            way = endpoint.way_to(peer_id)
+            if way is None or way.relay is None:
+                break
+            await asyncio.sleep(POLL_S)  # no event tells
+        return endpoint.way_to(peer_id)
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
         """Check in a ring that each initial peer finds the next; this shows any split, whichever peers are in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
@@ -14,6 +15,7 @@ from manyhands.optim.run.run_records import Run, listed
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
 from manyhands.rpc.outside import Router
+from manyhands.rpc.ways import Way
 from manyhands.transport.certificate import ALPN
 from manyhands.version import __version__
 
@@ -303,22 +305,31 @@ def nothing_to_dial(bound: Sequence[Address]) -> Finding:
     )
 
 
-def router(kind: Router, hosts: Sequence[str], *, has_ip6: bool) -> Finding:
+def router(kind: Router, hosts: Sequence[str], seen_at: Sequence[str] = (), *, has_ip6: bool) -> Finding:
     """The finding about the router between this machine and the peers that it has dialled.
 
     Args:
+        hosts: the IP addresses at which most peers see this machine.
+        seen_at: all the public ones at which peers see it.
         has_ip6: whether this machine has a global IPv6 address.
     """
     seen = ", ".join(hosts)
+    pool = [host for host in seen_at if ":" not in host]
+    how = "directly if they have IPv6, as this machine has, or else through a relay" if has_ip6 else "through a relay"
     if kind == "unknown":
         return not_tried("no initial peer can be joined")
     if kind == "none":
         return Finding(True, f"none: the others see this machine at its own address, {seen}")
+    if len(pool) > 1:
+        return Finding(
+            None,
+            f"it uses several addresses, {', '.join(pool)}, as in mobile networks: peers that cannot be dialled "
+            f"are often reached {how}",
+        )
     if kind == "port-preserving":
         return Finding(
             True, f"it keeps the ports of connections, at {seen}: peers behind other such routers can connect directly"
         )
-    how = "directly if they have IPv6, as this machine has, or else through a relay" if has_ip6 else "through a relay"
     return Finding(
         None,
         f"it takes another port for each connection (symmetric), at {seen}: peers that cannot be dialled are reached "
@@ -431,3 +442,64 @@ def is_by_invitation(run_id: str, *, has_ticket: bool) -> Finding:
     if has_ticket:
         return Finding(True, f"run {run_id!r} has the charter that the ticket names; only members see its peers")
     return Finding(False, f"run {run_id!r} is by invitation", "ask its owner for a ticket, in place of the address")
+
+
+# the ways to its peers
+
+SHOWN_PEERS = 4
+
+
+class Met(NamedTuple):
+    """A peer of the run that this machine has tried to connect to.
+
+    Attributes:
+        way: how it is connected; None if it is not.
+        carries_bulk: whether averages can take this way.
+    """
+
+    peer_id: PeerId
+    way: Way | None
+    carries_bulk: bool = True
+
+
+def ways(run_id: str, met: Sequence[Met], num_peers: int, *, is_place_known: bool) -> Finding:
+    """How this machine is connected to the peers of a run, as one that nobody can dial.
+
+    Args:
+        num_peers: of the run; not all of them are met.
+        is_place_known: whether this machine's router keeps ports, or it has a global IPv6 address.
+    """
+    if not met:
+        return not_tried(f"no other peer is in run {run_id!r}")
+    groups: dict[str, list[PeerId]] = {}
+    for peer_id, way, _ in met:
+        groups.setdefault(str(way) if way is not None else "not reached", []).append(peer_id)
+    told = ", ".join(f"{len(peer_ids)} {how}{_named(how, peer_ids)}" for how, peer_ids in groups.items())
+    of_all = f"{len(met)} of {num_peers}" if num_peers > len(met) else str(num_peers)
+    detail = f"{of_all} {'peer' if of_all == '1' else 'peers'} of run {run_id!r}: {told}"
+    if len(groups.get("not reached", ())) == len(met):
+        return Finding(
+            False,
+            detail,
+            "open a port to this machine, or have a peer that it can dial started with --relay",
+        )
+    is_reached = "not reached" not in groups
+    carries_all = all(one.carries_bulk for one in met)
+    advice = []
+    if not is_reached:
+        advice.append("those that were not reached have left, or need a peer that both can dial, started with --relay")
+    if not carries_all:
+        advice.append("that relay forwards no averages: start it with --relay")
+    if any(way is not None and way.relay is not None for _, way, _ in met):
+        whose = "the other machines' routers" if is_place_known else "this machine's router"
+        advice.append(
+            f"{whose} stood in the way of a direct connection: an open port at either end, or IPv6 at both, would help"
+        )
+    return Finding(True if is_reached and carries_all else None, detail, "; ".join(advice))
+
+
+def _named(how: str, peer_ids: Sequence[PeerId]) -> str:
+    if how == "direct":
+        return ""
+    more = f" and {len(peer_ids) - SHOWN_PEERS} more" if len(peer_ids) > SHOWN_PEERS else ""
+    return f" ({', '.join(peer_ids[:SHOWN_PEERS])}{more})"

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import struct
 import sys
-import threading
 from pathlib import Path
 
+from manyhands.base.address import public_host
 from manyhands.base.errors import Unavailable
-
-logger = logging.getLogger(__name__)
 
 SERVER_PORT = 5351
 WAITS_S = (0.25, 0.5, 1.0)
 """Seconds to wait for an answer, each time that a request is sent. RFC 6886, section 3.1, goes on for a minute."""
 
 LIFETIME_S = 7200
-"""Lifetime of a mapping in seconds, as the RFC recommends; the mapping is renewed after half of it."""
-
-LEAST_WAIT_S = 60.0
-"""Least time from a failed renewal to the next attempt."""
+"""Lifetime of a mapping in seconds, as the RFC recommends."""
 
 ADDRESS = 0  # the request for the public address
 MAP_TCP = 2  # the request for a mapping of a TCP port
@@ -36,58 +30,43 @@ IS_GATEWAY = 2
 """A flag of a route (``RTF_GATEWAY``)."""
 
 
-class PortMapping:
-    """A TCP port of a router that leads to this machine as long as this process lives.
+class NatPmpRouter:
+    """A router with NAT-PMP.
 
     Args:
-        gateway: IPv4 address of the router.
-        port: the port that this machine listens on.
+        gateway: its IPv4 address.
+        port: the port that this machine listens on; the router chooses the one outside.
         server_port: the port of the router for NAT-PMP.
 
     Attributes:
-        host, port: the router's public IP address, and the port there.
-    Raises:
-        Unavailable: the router does not answer, or refuses the mapping.
+        lifetime_s: of the mapping, as the router says.
     """
 
     def __init__(self, gateway: str, port: int, server_port: int = SERVER_PORT) -> None:
+        self.lifetime_s: float = LIFETIME_S
         self._router = (gateway, server_port)
         self._own_port = port
-        self._is_over = threading.Event()
-        self.host = socket.inet_ntoa(self._ask(ADDRESS, b"", 4))
-        self.port, lifetime_s = self._map(port, LIFETIME_S)
-        threading.Thread(target=self._renew, args=(lifetime_s,), daemon=True, name="port mapping").start()
+        self._mapped_port = port
 
-    def release(self) -> None:
-        """Delete the mapping; takes at most about 2 s."""
-        self._is_over.set()
-        try:
-            self._map(0, 0)
-        except Unavailable as error:  # the router may be gone
-            logger.debug("the mapping of port %d was not deleted: %s", self._own_port, error)
+    def map(self) -> tuple[str, int]:
+        """Ask for the mapping, or renew it; return the public IP address, and the port there.
 
-    def _renew(self, lifetime_s: int) -> None:
-        wait_s = max(1.0, lifetime_s / 2)
-        while not self._is_over.wait(wait_s):
-            try:
-                port, lifetime_s = self._map(self.port, LIFETIME_S)
-            except Unavailable as error:
-                logger.warning(
-                    "The router did not renew the mapping of port %d: %s. When it ends, others cannot dial this peer; "
-                    "trying again",
-                    self.port,
-                    error,
-                )
-                wait_s = max(LEAST_WAIT_S, wait_s / 2)
-                continue
-            wait_s = max(1.0, lifetime_s / 2)
-            if port != self.port:
-                logger.warning(
-                    "The router now maps port %d to this peer, no longer port %d, which others know; restart this peer",
-                    port,
-                    self.port,
-                )
-                return
+        Raises:
+            Unavailable: the router does not answer, refuses, or has no public address.
+        """
+        host = public_host(socket.inet_ntoa(self._ask(ADDRESS, b"", 4)))
+        if not host:
+            raise Unavailable(f"the router {self._router[0]} has no public address: it is behind another router")
+        self._mapped_port, self.lifetime_s = self._map(self._mapped_port, LIFETIME_S)
+        return host, self._mapped_port
+
+    def unmap(self) -> None:
+        """Delete the mapping; takes at most about 2 s.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        self._map(0, 0)
 
     def _map(self, port: int, lifetime_s: int) -> tuple[int, int]:
         """Ask for a mapping; return the port that the router maps, and for how many seconds."""

@@ -13,7 +13,7 @@ import logging
 import math
 
 from manyhands.base.address import Address
-from manyhands.base.deadline import time_limit
+from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ConfigError, PeerError, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.node import DhtNode
@@ -65,6 +65,7 @@ class OwnMode:
         self._endpoint = endpoint
         self._dht = dht
         self._is_decided = asyncio.Event()
+        self._has_new_address = asyncio.Event()
         self._tasks = TaskOwner("own mode")
         self.may_listen = False
 
@@ -75,6 +76,10 @@ class OwnMode:
     async def close(self) -> None:
         """Stop."""
         await self._tasks.close()
+
+    def ask_now(self) -> None:
+        """Ask others again at once: a router, say, leads an address to this peer now."""
+        self._has_new_address.set()
 
     async def decided(self) -> None:
         """Wait until this peer knows its mode, at most a few seconds longer than the decision takes.
@@ -112,7 +117,7 @@ class OwnMode:
             )
         self._is_decided.set()
         while self._endpoint.client_mode and not self.may_listen:
-            await asyncio.sleep(ASK_AGAIN_S)
+            await wait_at_most(self._has_new_address, ASK_AGAIN_S)
             self.may_listen = any(await self._ask(self._dialers()))
 
     async def _decide(self) -> tuple[bool, int]:
@@ -132,6 +137,8 @@ class OwnMode:
                 outcomes = await self._ask(self._dialers())
                 if any(outcomes):
                     return False, 0
+                if self._has_new_address.is_set():  # they were asked about the old ones
+                    continue
                 if len(outcomes) > 1:  # one might have a firewall of its own
                     return True, len(outcomes)
                 ask_at = loop.time() + ASK_PERIOD_S
@@ -147,6 +154,7 @@ class OwnMode:
 
     async def _ask(self, dialers: list[PeerId]) -> list[bool]:
         """Ask peers to dial this one; return for each that has tried whether it could."""
+        self._has_new_address.clear()
         answers = await asyncio.gather(*(self._ask_one(peer_id) for peer_id in dialers))
         return [answer for answer in answers if answer is not None]
 

@@ -10,10 +10,7 @@ Sources, in this order; all are asked at once, and have ``SOURCE_TIMEOUT_S`` in 
 
 from __future__ import annotations
 
-import importlib.util
-import ipaddress
 import logging
-import socket
 import threading
 import time
 import urllib.request
@@ -22,26 +19,19 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from manyhands.reach.nat_pmp import PortMapping, default_gateway
+from manyhands.base.address import public_host
+from manyhands.base.errors import Unavailable
+from manyhands.reach.nat_pmp import NatPmpRouter, default_gateway
+from manyhands.reach.port_mapping import MappingRouter, OnMoved, PortMapping, UpnpRouter
 
 logger = logging.getLogger(__name__)
 
 SOURCE_TIMEOUT_S = 2.0
 METADATA = "http://169.254.169.254"
 SERVICES = ("https://api.ipify.org", "https://checkip.amazonaws.com")
-SSDP = ("239.255.255.250", 1900)
-"""The multicast address at which routers with UPnP are searched for."""
-
 MAX_ANSWER = 256
 """Bytes of an answer that are read."""
-
-LEASE_S = 3600
-"""Lifetime of a mapping by UPnP; it is renewed after half of it. Some routers take only permanent mappings."""
-
-PERMANENT = 0
-MAPPING_NAME = "manyhands"
 
 
 @dataclass(frozen=True)
@@ -74,6 +64,7 @@ def infer(
     services: Sequence[str] = SERVICES,
     multicast_interface: str = "",
     gateway: str | None = None,
+    on_moved: OnMoved = lambda host, port: None,
 ) -> PublicAddress | None:
     """Return the best public address that a source knows, within ``SOURCE_TIMEOUT_S``; None if none does.
 
@@ -83,12 +74,12 @@ def infer(
         metadata, services: addresses of the clouds' metadata service, and of services on the internet.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
         gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
+        on_moved: called when the router's mapping leads from another address.
     """
     sources = _clouds(port, metadata)
     if maps_port:
-        sources.append(
-            lambda: mapped_by_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
-        )
+        gateway = default_gateway() if gateway is None else gateway
+        sources.append(partial(mapped_by_router, port, multicast_interface, gateway, on_moved))
     sources += [partial(_from_service, port, service) for service in services]
     deadline = time.monotonic() + SOURCE_TIMEOUT_S
     waiting = [begun(source, deadline) for source in sources]
@@ -141,7 +132,7 @@ def _clouds(port: int, metadata: str) -> list[AddressLookup]:
     }  # fmt: skip
 
     def ask(cloud: str, get: Callable[[], str]) -> PublicAddress | None:
-        host = _public(get())
+        host = public_host(get())
         return PublicAddress(host, port, f"the metadata service of {cloud}") if host else None
 
     return [partial(ask, cloud, get) for cloud, get in clouds.items()]
@@ -152,109 +143,45 @@ def _aws_headers(metadata: str) -> dict[str, str]:
     return {"X-aws-ec2-metadata-token": token}
 
 
-def mapped_by_router(port: int, interface: str = "", gateway: str = "") -> PublicAddress | None:
+def mapped_by_router(
+    port: int, interface: str = "", gateway: str = "", on_moved: OnMoved = lambda host, port: None
+) -> PublicAddress | None:
     """Ask the router to map a port to this machine, by UPnP or NAT-PMP; return the address outside.
 
-    The mapping is renewed until it is released. Takes a few seconds.
+    The mapping is kept until it is released. Takes a few seconds.
 
     Args:
         interface: IP address of the interface on which routers are searched for; by default the usual one.
         gateway: IPv4 address of the router; empty if unknown.
+        on_moved: called when the mapping leads from another address.
     Returns:
         None if no router answers, it is behind another router, or the port is mapped to another machine.
     """
-    if not speaks_upnp() or not _has_multicast_route(interface):
-        return _by_nat_pmp(port, gateway)
-    import miniupnpc
+    upnp = UpnpRouter(port, interface)
+    if upnp.is_there():
+        if other := upnp.taken_by():
+            logger.warning(
+                "The router maps port %d to another machine, %s, not to this peer; choose another port with --listen",
+                port,
+                other,
+            )
+            return None
+        return _mapped(upnp, "UPnP", on_moved)
+    return _mapped(NatPmpRouter(gateway, port), "NAT-PMP", on_moved) if gateway else None
 
-    interfaces = {"multicastif": interface} if interface else {}
-    router = miniupnpc.UPnP(discoverdelay=round(1000 * SOURCE_TIMEOUT_S / 2), **interfaces)
-    if not router.discover():
-        return _by_nat_pmp(port, gateway)
-    router.selectigd()
-    host = _public(router.externalipaddress())
-    if not host:  # it is behind another router
+
+def _mapped(router: MappingRouter, how: str, on_moved: OnMoved) -> PublicAddress | None:
+    try:
+        mapping = PortMapping(router, on_moved)
+    except Unavailable as error:
+        logger.debug("no port was mapped: %s", error)
         return None
-    taken = router.getspecificportmapping(port, "TCP")
-    if taken is not None and taken[0] != router.lanaddr:
-        logger.warning(
-            "The router maps port %d to another machine, %s, not to this peer; choose another port with --listen",
-            port,
-            taken[0],
-        )
-        return None
-    mapping = _UpnpMapping(router, port)
-    return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=mapping.release)
-
-
-class _UpnpMapping:
-    """A port of a router with UPnP that leads to this machine, renewed until it is released."""
-
-    def __init__(self, router: Any, port: int) -> None:
-        self._router = router
-        self._port = port
-        self._is_over = threading.Event()
-        self._turn = threading.Lock()  # the library is not thread-safe
-        try:
-            self._map(LEASE_S)
-        except Exception:  # noqa: BLE001 (error 725: this router takes permanent mappings only)
-            self._map(PERMANENT)
-        else:
-            threading.Thread(target=self._renew, daemon=True, name="port mapping").start()
-
-    def release(self) -> None:
-        """Delete the mapping."""
-        self._is_over.set()
-        try:
-            with self._turn:
-                self._router.deleteportmapping(self._port, "TCP")
-        except Exception as error:  # noqa: BLE001 (the router may be gone)
-            logger.debug("the mapping of port %d was not deleted: %s", self._port, error)
-
-    def _renew(self) -> None:
-        while not self._is_over.wait(LEASE_S / 2):
-            try:
-                self._map(LEASE_S)
-            except Exception as error:  # noqa: BLE001 (it may restart just now)
-                logger.warning("The router did not renew the mapping of port %d: %s; trying again", self._port, error)
-
-    def _map(self, lease_s: int) -> None:
-        with self._turn:
-            if not self._is_over.is_set():
-                own_host = self._router.lanaddr
-                self._router.addportmapping(self._port, "TCP", own_host, self._port, MAPPING_NAME, "", lease_s)
-
-
-def _has_multicast_route(interface: str) -> bool:
-    """Whether routers can be searched for; without a route the library of UPnP prints an error for each try."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            if interface:
-                asking.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
-            asking.connect(SSDP)  # sends nothing
-        except OSError:
-            return False
-    return True
-
-
-def speaks_upnp() -> bool:
-    """Whether the package of the extra ``upnp`` is installed."""
-    return importlib.util.find_spec("miniupnpc") is not None
-
-
-def _by_nat_pmp(port: int, gateway: str) -> PublicAddress | None:
-    if not gateway:
-        return None
-    mapping = PortMapping(gateway, port)
-    if not (host := _public(mapping.host)):
-        mapping.release()
-        return None
-    how = "the router, which maps the port to this machine (NAT-PMP)"
-    return PublicAddress(host, mapping.port, how, release=mapping.release)
+    told = f"the router, which maps the port to this machine ({how})"
+    return PublicAddress(mapping.host, mapping.port, told, release=mapping.release)
 
 
 def _from_service(port: int, service: str) -> PublicAddress | None:
-    host = _public(_get(service, proxies=True))
+    host = public_host(_get(service, proxies=True))
     return PublicAddress(host, port, f"the address service {service}", is_open=False) if host else None
 
 
@@ -263,12 +190,3 @@ def _get(url: str, headers: dict[str, str] | None = None, *, method: str = "GET"
     opener = urllib.request.build_opener(*([] if proxies else [urllib.request.ProxyHandler({})]))
     with opener.open(request, timeout=SOURCE_TIMEOUT_S) as response:
         return str(response.read(MAX_ANSWER).decode("ascii", "replace")).strip()
-
-
-def _public(text: str) -> str:
-    """Return the IP address in a source's answer, if it is a public one; else an empty text."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return ""
-    return str(address) if address.is_global else ""

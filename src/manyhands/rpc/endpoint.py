@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -113,6 +114,8 @@ class Endpoint:
         self.on_lost = self._pool.on_lost
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._book = AddressBook(self._config.max_known_addresses)
+        self._named: set[PeerId] = set()  # reached at addresses that the user gave
+        self._replaced: WeakSet[ControlConnection] = WeakSet()
         self._reached: OrderedDict[PeerId, tuple[str, float]] = OrderedDict()  # IP address, and loop time of the dial
         self._backoff = Backoff(self._rng)
         self._call_rate = Buckets(MAX_CALLS_PER_S)
@@ -127,7 +130,7 @@ class Endpoint:
         )  # fmt: skip
         self._relayed = RelayedStreams(
             transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
-            self._is_near, self._is_relayed_for,
+            self._is_near, self._is_relayed_for, lambda relay: relay in self._named and self._pool.relays_bulk(relay),
         )  # fmt: skip
         self.outside = OutsideView(transport.public_ip6)
         self._punched = PunchedStreams(
@@ -389,8 +392,7 @@ class Endpoint:
         connection = self._pool.of(peer_id)
         if connection is None or connection.way.relay is None:
             return connection is not None
-        relay = self._pool.of(connection.way.relay)
-        return relay is not None and relay.relays
+        return self._pool.relays_bulk(connection.way.relay)
 
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
         """Keep the control connection to a peer open inside the block, even without calls, for its heartbeats."""
@@ -404,7 +406,7 @@ class Endpoint:
     # calls
 
     async def connect(self, address: Address, timeout_s: float | None = None) -> PeerId:
-        """Open a control connection to an address; if it has no peer id, the peer that answers is trusted.
+        """Open a control connection to an address that the user gave; without a peer id, whichever answers is trusted.
 
         Raises:
             DialFailed: with the reason.
@@ -413,10 +415,12 @@ class Endpoint:
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
             self.learn(address.peer_id, [address], AddressSource.ANNOUNCED)
+            self._named.add(address.peer_id)
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
         self._note_own_host(opened.stream.remote_host)
+        self._named.add(opened.stream.remote)
         was_connected = self.is_connected(opened.stream.remote)
         connection = self._opened(opened)
         if address.peer_id is None and not was_connected:
@@ -544,11 +548,24 @@ class Endpoint:
     def fell_short(self, stream: Stream) -> None:
         """Note that a stream that :meth:`open_bulk` opened ends without all its data.
 
-        If the other peer is still connected, relays of the stream are asked after others from now on.
+        If the other peer is still connected, relays of the stream are asked after others from now on, and connections
+        through them are replaced: they may hang as well, and would be lost only after the heartbeat timeout.
         """
-        if self.is_connected(stream.remote):
-            for relay in self._bulk.relays_of(stream):
-                self._relayed.failed(relay)
+        if not self.is_connected(stream.remote):
+            return
+        for relay in self._bulk.relays_of(stream):
+            self._relayed.failed(relay)
+            for connection in self._pool.all():
+                if connection.way.relay == relay and connection.is_open and connection not in self._replaced:
+                    self._replaced.add(connection)
+                    self._tasks.spawn(self._replace(connection), name=f"another relay to {connection.remote}")
+
+    async def _replace(self, connection: ControlConnection) -> None:
+        """Connect to the same peer through another relay, if there is one; the pool then closes the old connection."""
+        relays = [relay for relay in self._pool.relays() if relay not in (connection.way.relay, connection.remote)]
+        hello = self._hello(CONTROL)
+        with suppress(Unavailable, PeerError):
+            self._opened(await self._relayed.open(relays, connection.remote, hello, self._config.dial_timeout_s))
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         """Return an open connection, dialled if needed; calls on it must begin before the loop runs other tasks."""

@@ -95,7 +95,9 @@ class Openers:
                 opened = await self._relayed.open(relays, peer_id, hello, deadline - loop.time())
             except Unavailable as failure:
                 raise Unavailable(f"{error}; {failure}") from error
-        logger.info("Peer %s cannot be dialled from here: it is %s", peer_id, opened.way)
+        relay = opened.way.relay
+        limit = "" if relay is None or self._pool.relays_bulk(relay) else ", which forwards no averages without --relay"
+        logger.info("Peer %s cannot be dialled from here: it is %s%s", peer_id, opened.way, limit)
         return opened
 
     def bulk(self, peer_id: PeerId, timeout_s: float) -> OpenOne:

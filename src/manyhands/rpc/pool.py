@@ -109,6 +109,11 @@ class ConnectionPool:
         able.sort(key=lambda connection: (not connection.relays, connection.shortest_rtt_s))
         return list(dict.fromkeys(connection.remote for connection in able))
 
+    def relays_bulk(self, peer_id: PeerId) -> bool:
+        """Whether the peer is connected, and a volunteer that relays bulk streams."""
+        connection = self.of(peer_id)
+        return connection is not None and connection.relays
+
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a connection to the peer is open, so that its heartbeats are checked."""
         return self.of(peer_id) is not None

@@ -113,6 +113,7 @@ class RelayedStreams:
             way to the other peer.
         is_near: whether a peer is connected without a relay, or was when it was dialled last.
         is_allowed: whether this peer relays for a peer.
+        is_named: whether a peer is a volunteer that the user named.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class RelayedStreams:
         serve: Callable[[Stream, Way], Awaitable[None]],
         is_near: Callable[[PeerId], bool],
         is_allowed: Callable[[PeerId], bool],
+        is_named: Callable[[PeerId], bool],
     ) -> None:
         self._transport = transport
         self._dialler = dialler
@@ -136,6 +138,7 @@ class RelayedStreams:
         self._serve = serve
         self._is_near = is_near
         self._is_allowed = is_allowed
+        self._is_named = is_named
         self._forwarded: list[Forwarded] = []
         self._failed_at: dict[PeerId, float] = {}  # loop time, by relay
         self._control_cap = UploadCap(CONTROL_MBIT_S)
@@ -153,6 +156,7 @@ class RelayedStreams:
     async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
         """Open a stream through the first of some relays that reaches the target.
 
+        Once one has failed, volunteers that the user named come first: the others may all belong to one attacker.
         Those that failed lately come last, in the order in which they failed.
 
         Returns:
@@ -163,7 +167,7 @@ class RelayedStreams:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        asked = sorted(relays, key=self._last_failure)[:RELAYS_ASKED]
+        asked = self._in_order(relays)[:RELAYS_ASKED]
         reasons: list[str] = []
         for number, relay in enumerate(asked):
             limit_s = (deadline - loop.time()) / (len(asked) - number)  # a silent relay leaves time for the others
@@ -177,6 +181,11 @@ class RelayedStreams:
                 self.failed(relay)
                 reasons.append(f"relay {relay}: {error}")
         raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
+
+    def _in_order(self, relays: Sequence[PeerId]) -> list[PeerId]:
+        if any(self._last_failure(relay) > -math.inf for relay in relays):
+            relays = sorted(relays, key=lambda relay: not self._is_named(relay))
+        return sorted(relays, key=self._last_failure)
 
     def _last_failure(self, relay: PeerId) -> float:
         """When a relay has failed last (loop time); minus infinity if that is long ago, or it has not."""

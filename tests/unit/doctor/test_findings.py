@@ -8,8 +8,10 @@ from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, PeerLost, Refused, Timeout
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
+from manyhands.doctor.findings import Met
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.outside import Router
+from manyhands.rpc.ways import DIRECT, PUNCHED, relayed_by
 from tests.network import identity_of
 
 PEER, OTHER = identity_of(1).peer_id, identity_of(2).peer_id
@@ -17,6 +19,7 @@ PLACE = Address.parse(f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}")
 PLACE_6 = Address.parse("/ip6/2001:db8::7/tcp/31337")
 NAME = Address.parse("/dns4/home.example/tcp/31337")
 UNKNOWN_METHOD = Refused(PEER, "unknown_method", "no method here")
+WAYS = DIRECT, PUNCHED, relayed_by(PEER)
 SILENT = Timeout("waiting for dht.ping", 3.0)
 
 
@@ -164,3 +167,34 @@ def test_the_kind_of_router_is_explained(kind: Router, has_ip6: bool, ok: bool |
     finding = findings.router(kind, [] if kind == "unknown" else ["203.0.113.7"], has_ip6=has_ip6)
     assert finding.ok is ok
     assert words in finding.detail
+
+
+def test_a_router_with_several_addresses_is_named() -> None:
+    finding = findings.router("port-preserving", ["203.0.113.7"], ["203.0.113.7", "203.0.113.9"], has_ip6=False)
+    assert finding.ok is None
+    assert "it uses several addresses, 203.0.113.7, 203.0.113.9" in finding.detail
+    both_families = ["2001:db8::7", "203.0.113.7"]
+    assert findings.router("port-preserving", both_families, both_families, has_ip6=True).ok
+
+
+def test_the_ways_to_the_peers_of_a_run_are_counted_and_what_would_help_is_told() -> None:
+    direct, punched, relayed = (Met(identity_of(number).peer_id, way) for number, way in enumerate(WAYS, 10))
+    found = findings.ways("r", [direct, punched], 2, is_place_known=True)
+    assert (found.ok, found.advice) == (True, "")
+    assert found.detail == f"2 peers of run 'r': 1 direct, 1 punched ({punched.peer_id})"
+    found = findings.ways("r", [direct, relayed], 40, is_place_known=False)
+    assert found.ok
+    assert found.detail == f"2 of 40 peers of run 'r': 1 direct, 1 relayed by {PEER} ({relayed.peer_id})"
+    assert found.advice.startswith("this machine's router stood in the way of a direct connection: an open port")
+    found = findings.ways("r", [direct, Met(OTHER, None)], 2, is_place_known=True)
+    assert found.ok is None
+    assert (
+        found.advice == "those that were not reached have left, or need a peer that both can dial, started with --relay"
+    )
+    found = findings.ways("r", [relayed._replace(carries_bulk=False)], 1, is_place_known=True)
+    assert found.ok is None
+    assert "that relay forwards no averages: start it with --relay" in found.advice
+    found = findings.ways("r", [Met(OTHER, None)], 1, is_place_known=True)
+    assert found.ok is False
+    assert found.detail == f"1 peer of run 'r': 1 not reached ({OTHER})"
+    assert findings.ways("r", [], 0, is_place_known=True).ok is None
