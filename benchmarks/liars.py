@@ -1,6 +1,6 @@
 """What liars do to a small model, by attack and by how the members' values become one. No network, no time.
 
-    python benchmarks/liars.py [--quick] [--json FILE]
+    python benchmarks/liars.py [--quick] [--attack TEXT] [--json FILE]
 
 Four, eight or 16 peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
 library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster are applied, as in a round of an open run:
@@ -16,18 +16,23 @@ noise              random values, nine times as long as the gradient
 label flip         the gradient of wrong labels
 a little           all liars send the others' mean minus 1.5 of their standard deviations, value by value (Baruch et
                    al., A Little Is Enough, arXiv:1902.06156)
+reducer x-1        its gradient, but as a reducer -1 times the mean of its span (each peer owns an equal one)
+reducer x-1000     the same with -1000
+reducer 90%        the same, but only the smallest 90% of the values are reversed, as much as its checks let pass
 
 A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with chunks of 1,000 values; "before" is the
-mean with weights of up to 100 times the median for everybody (docs/adr/0018), and is shown only where it differs.
-Printed for each row: the loss on held-out samples at the end, that of the same run if nobody lies (clean), and that if
-the liars are not there (absent). JSON: a list of
-`{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`. At last the table of the docs, and
-what a reducer pays for centered clipping: the time of one core for a million values, in chunks of the default size.
+mean with weights of up to 100 times the median for everybody (docs/adr/0018), and "unchecked" is "clip" without the
+checks of reducers (docs/adr/0051). Both are shown only where they differ. Printed for each row: the loss on held-out
+samples at the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent). JSON: a
+list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`. At last the table of the
+docs, and what a reducer pays for centered clipping: the time of one core for a million values, in chunks of the default
+size.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +42,8 @@ import torch
 from _command_line import Parser, json_path, run, write_json
 
 from manyhands.averaging.allreduce.centered_clip import centered_clip
+from manyhands.averaging.allreduce.checks import SpanCheck, Told
+from manyhands.averaging.codecs import NONE, plan_of, shares_of
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL, Group, Member, Position
 from manyhands.averaging.roster import Attendance, Roster
 from manyhands.averaging.round import limits
@@ -75,16 +82,31 @@ class Defence:
     Attributes:
         clips: whether members say their norms, and values that are too large are scaled down.
         combine: of the members that are not left out.
+        checks: whether members check the means of reducers.
     """
 
     clips: bool
+    checks: bool = True
     combine: Callable[[Group, Vectors], torch.Tensor] = mean_of
     bounds: limits.MemberLimits = limits.OPEN_LIMITS
     has_roster: bool = True
 
 
 DEFENCES = {"before": Defence(clips=False, bounds=ANYBODY, has_roster=False), "mean": Defence(clips=False),
-            "clip": Defence(clips=True), "centered_clip": Defence(clips=False, combine=robust_mean_of)}  # fmt: skip
+            "unchecked": Defence(clips=True, checks=False), "clip": Defence(clips=True),
+            "centered_clip": Defence(clips=False, checks=False, combine=robust_mean_of)}  # fmt: skip
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda mean: factor * mean
+
+
+def most_reversed(mean: torch.Tensor) -> torch.Tensor:
+    """Reverse the smallest 90%, as long as the largest ones allow: <m, t> >= <m, m> / 2 still holds."""
+    is_small = mean.abs() <= mean.abs().quantile(0.9)
+    small, large = float(mean[is_small].square().sum()), float(mean[~is_small].square().sum())
+    factor = 0.99 * (math.sqrt(1.0 + large / small) - 1.0) if small else 1.0
+    return torch.where(is_small, -factor * mean, mean)
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,7 @@ class Attack:
         hides: it says the norm of its gradient, not of what it sends.
         is_late: it is honest in the first half of the steps.
         is_a_little_off: it sends what the honest peers send on average, and ``DEVIATIONS`` of them less.
+        reduce: what it makes of the mean of its span.
     """
 
     factor: float = 1.0
@@ -106,6 +129,7 @@ class Attack:
     flips_labels: bool = False
     is_late: bool = False
     is_a_little_off: bool = False
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 ATTACKS = {
@@ -119,8 +143,37 @@ ATTACKS = {
     "noise": Attack(9.0, is_noise=True),
     "label flip": Attack(flips_labels=True),
     "a little": Attack(is_a_little_off=True),
+    "reducer x-1": Attack(reduce=times(-1.0)),
+    "reducer x-1000": Attack(reduce=times(-1000.0)),
+    "reducer 90%": Attack(reduce=most_reversed),
 }
 HONEST = Attack()
+
+
+def reduced(
+    group: Group, vectors: Vectors, mean: torch.Tensor, attacks: Sequence[Attack]
+) -> tuple[torch.Tensor, set[int]]:
+    """The means as the reducers send them, and the ranks of those of which an honest member complains."""
+    plan, numel = plan_of([mean.shape], NONE), len(mean)
+    weights, scales = [one.weight for one in group.members], [one.scale for one in group.members]
+    ranks = range(len(vectors))
+    shares = shares_of(weights, scales, ranks)
+    sent, caught = mean.clone(), set[int]()
+    for reducer, attack in enumerate(attacks):
+        if attack.reduce is None:
+            continue
+        span = slice(numel * reducer // len(vectors), numel * (reducer + 1) // len(vectors))
+        sent[span] = attack.reduce(mean[span])
+        told = Told(
+            [float(vector[span].norm()) for vector in vectors],
+            [shares[rank].scaled * float(sent[span] @ vectors[rank][span]) for rank in ranks],
+        )
+        for rank in ranks:
+            check = SpanCheck(plan, rank, weights, scales, 1, plan.error)
+            check.add(0, span.start, sent[span], vectors[rank][span])
+            if attacks[rank].reduce is None and check.fault([list(ranks)], told):
+                caught.add(reducer)
+    return sent, caught
 
 
 def trained(
@@ -183,10 +236,16 @@ def trained(
         norms = limits.counted_norms(group, measured) if defence.clips else measured
         weights = [member.weight for member in group.members]
         found = limits.outsized(norms, weights, defence.bounds, limits.trusted(group, known))
-        here = [rank for rank in range(len(members)) if rank not in found]
         vectors = [vector for vector, _ in sent.values()]
-        left = Group(b"", leader, group.position, [group.members[rank] for rank in here])
-        mean = defence.combine(left, [vectors[rank] for rank in here])
+        while True:  # the members exchange their values again without those that they complain of
+            here = [rank for rank in range(len(members)) if rank not in found]
+            left = Group(b"", leader, group.position, [group.members[rank] for rank in here])
+            brought = [vectors[rank] for rank in here]
+            attacks = [lies[group.members[rank].peer_id] for rank in here]
+            mean, caught = reduced(left, brought, defence.combine(left, brought), attacks)
+            if not caught or not defence.checks:
+                break
+            found = found | {here[at] for at in caught}
         out = {members[rank].peer_id for rank in found}
         accused = {one: {leader} for one in out - {leader}}
         counted = {group.members[rank].peer_id: weights[rank] for rank in here}
@@ -198,14 +257,16 @@ def trained(
         return float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
 
 
-def rows(num_steps: int) -> list[dict[str, Any]]:
+def rows(num_steps: int, wanted: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     train = functools.cache(functools.partial(trained, num_steps=num_steps))
     for num_peers, num_liars in ((4, 1), (8, 1), (8, 3), (16, 7)):
         for optimizer in ("Adam", "SGD"):
-            for name, attack in ATTACKS.items():
+            for name, attack in ((name, attack) for name, attack in ATTACKS.items() if wanted in name):
                 for defence_name, defence in DEFENCES.items():
-                    if defence_name == "before" and attack.weight == 1:
+                    if defence_name == "before" and (attack.weight == 1 or attack.reduce is not None):
+                        continue
+                    if defence_name == ("unchecked" if attack.reduce is None else "mean"):
                         continue
                     absent = num_peers - num_liars
                     row: dict[str, Any] = {
@@ -249,7 +310,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         ["---"] * (len(columns) + 1),
         ["nothing wrong", *figures("flip x1", "clean_loss")],
         ["nothing, and are not there", *figures("flip x1", "absent_loss")],
-        *([attack, *figures(attack, "heldout_loss")] for attack in ATTACKS),
+        *([name, *figures(name, "heldout_loss")] for name, attack in ATTACKS.items() if attack.reduce is None),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -270,11 +331,14 @@ def cost(num_members: int) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{NUM_STEPS_QUICK} steps, not {NUM_STEPS}")
+    parser.add_argument("--attack", default="", metavar="TEXT", help="only attacks with this in their name")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS)
-    print(table(found), "for a million values:", *map(cost, (4, 8, 16)), sep="\n")
+    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack)
+    if not options.attack:
+        print(table(found))
+    print("for a million values:", *map(cost, (4, 8, 16)), sep="\n")
     write_json(options.json, found)
 
 

@@ -26,6 +26,8 @@ from manyhands.access import Charter, Lease, SignedCharter
 from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
 from manyhands.access.messages import LEASE_RECORD_TTL_S, CharterRecord, charter_key, leases_key
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.messages import (
     CALL,
     JOIN,
@@ -59,6 +61,7 @@ from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import AccountRecord, metrics_key
+from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import MAX_COUNT
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.state import Scalars
@@ -72,6 +75,8 @@ from manyhands.transport import Stream, TlsTransport
 from tests.hostile import networks
 from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
+from tests.liars import lie_about_means
+from tests.phases import change_butterflies
 
 TTL_S = 10.0
 CALL_S = 5.0
@@ -330,18 +335,44 @@ def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, floa
             return await average(contribution)
 
         step_rounds.average = averaged  # type: ignore[method-assign]
-        generator = torch.Generator().manual_seed(99)
-        while True:
-            time.sleep(BATCH_S)
-            loss_of(model, generator).backward()
-            with contextlib.suppress(Exception):  # whatever becomes of it here
-                optimizer.step()
-            optimizer.zero_grad()
-            if optimizer.statistics.rounds_committed > 1 and not is_attacking.is_set():
-                is_attacking.set()
-                attacker.begin()
+        train_and_attack(attacker, model, optimizer, is_attacking)
 
     return attack
+
+
+def as_a_reducer(change: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
+    """It trains like the others, but sends other means of its span than it has computed."""
+
+    def attack(attacker: Attacker) -> None:
+        model = new_model()
+        optimizer = joined(attacker.peer, model)
+        is_attacking = threading.Event()
+
+        def lie(butterfly: Butterfly) -> None:
+            if is_attacking.is_set():
+                lie_about_means(butterfly, change)
+
+        setattr(RoundBandwidth, "lose_round", lambda _: None)  # noqa: B010 (it reduces although it is blamed)
+        change_butterflies(attacker.peer.peer_id, lie)
+        train_and_attack(attacker, model, optimizer, is_attacking)
+
+    return attack
+
+
+def train_and_attack(
+    attacker: Attacker, model: torch.nn.Module, optimizer: Optimizer, is_attacking: threading.Event
+) -> None:
+    """Train, and begin to attack after two rounds."""
+    generator = torch.Generator().manual_seed(99)
+    while True:
+        time.sleep(BATCH_S)
+        loss_of(model, generator).backward()
+        with contextlib.suppress(Exception):  # whatever becomes of it here
+            optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.statistics.rounds_committed > 1 and not is_attacking.is_set():
+            is_attacking.set()
+            attacker.begin()
 
 
 def join_and_never_come(is_member: bool) -> Attack:
@@ -710,6 +741,8 @@ ATTACKS: dict[str, Attack] = {
     "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),
     "values of 3e38": as_a_member(lambda mean_N, weight: (mean_N.fill_(3e38), weight)),
     "-100 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-100.0), weight)),
+    "a reducer that sends -1 x mean": as_a_reducer(lambda mean: -mean),
+    "a reducer that sends -1000 x mean": as_a_reducer(lambda mean: -1000.0 * mean),
     "a place and nobody comes": join_and_never_come(is_member=False),
     "a place with a record and nobody comes": join_and_never_come(is_member=True),
     "a leader that never closes": lead_and_never_close(is_member=False),

@@ -306,7 +306,7 @@ def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:
 
     def means_for(rank: int) -> Iterator[memoryview | Condition]:
         num_sent = 0
-        for piece in outgoing():
+        for piece in outgoing(rank):
             if isinstance(piece, memoryview):
                 num_sent += 1
                 if num_sent == 2:  # the first one says how long they are
@@ -317,7 +317,7 @@ def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:
         if butterfly._owes_values_to(rank):
             yield from butterfly._values(rank)
         if butterfly._reducer.chunks:
-            yield from means_for(rank) if rank in victims else outgoing()
+            yield from means_for(rank) if rank in victims else outgoing(rank)
 
     butterfly._outgoing = outgoing_to  # type: ignore[method-assign]
 

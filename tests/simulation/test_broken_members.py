@@ -14,6 +14,7 @@ import torch
 from manyhands.averaging import AveragingConfig, messages
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.checks import OTHER_VALUES
 from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
@@ -28,6 +29,7 @@ from manyhands.averaging.messages import (
     Position,
 )
 from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
+from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
@@ -43,7 +45,15 @@ from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
 from manyhands.transport.passing import PassingStream
-from tests.phases import Average, Connect, around_averages, around_connects, change_butterflies
+from tests.liars import lie_about_means
+from tests.phases import (
+    Average,
+    Connect,
+    around_averages,
+    around_connects,
+    change_butterflies,
+    change_first_vote,
+)
 from tests.simulation.round_faults import send_unlike_means
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm, together
 from tests.simulation.worlds import join
@@ -84,12 +94,18 @@ SAME = 5
 
 
 def run_with_liar(
-    lie: Lie, num_honest: int = 3, aggregate: str = "clip", *, is_alike: bool = False
+    lie: Lie,
+    num_honest: int = 3,
+    aggregate: str = "clip",
+    *,
+    is_alike: bool = False,
+    change: Callable[[Butterfly], None] | None = None,
 ) -> tuple[Swarm, dict[str, float]]:
     """Three that train, and one whose vectors and weights are others than it has computed.
 
     Args:
         is_alike: all have the same samples in each step.
+        change: what the liar does otherwise than the others in each exchange; then all of them reduce.
     """
     swarm, losses = Swarm(seed=2), dict[str, float]()
     names = [*HONEST[:num_honest], "liar"]
@@ -102,6 +118,8 @@ def run_with_liar(
                 return await average(*lie(flat_N, weight), **options)
 
             around_averages(member.peer.peer_id, lying)
+            if change is not None:
+                change_butterflies(member.peer.peer_id, change)
         for step in range(10 * NUM_STEPS):
             others_are_done = swarm.done >= set(HONEST[:num_honest]) - {member.name}
             if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
@@ -113,7 +131,7 @@ def run_with_liar(
     for name in names:
         swarm.start(
             name, new_model, sgd, train, target_batch_size=BATCH * num_honest, batch_size_per_step=BATCH,
-            averaging=replace(PLAIN, aggregate=aggregate),
+            averaging=replace(PLAIN, aggregate=aggregate, **({"min_span_bytes": 1024} if change is not None else {})),
         )  # fmt: skip
     swarm.run()
     return swarm, losses
@@ -163,6 +181,61 @@ def test_a_reversed_gradient_with_a_huge_weight_undoes_no_step() -> None:
     for member in (swarm.members[name] for name in HONEST):
         assert member.optimizer.statistics.rounds_committed == NUM_STEPS
         assert losses[member.name] == pytest.approx(loss_after(0, 1.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("factor", [-1.0, -1000.0])
+def test_a_reducer_that_lies_to_all_changes_no_step(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All find it out in the round, make the step without it, and it is a member no more."""
+    monkeypatch.setattr(RoundBandwidth, "lose_round", lambda _: None)  # it goes on to reduce although it is blamed
+    num_lies = 0
+
+    def lie(butterfly: Butterfly) -> None:
+        nonlocal num_lies
+        num_lies += bool(butterfly._reducer.chunks)
+        lie_about_means(butterfly, lambda mean: factor * mean)
+
+    swarm, losses = run_with_liar(lambda flat_N, weight: (flat_N, weight), is_alike=True, change=lie)
+    assert num_lies >= 3
+    expected = loss_after(NUM_STEPS, 1.0)
+    for name in HONEST:
+        counts = swarm.members[name].optimizer.statistics
+        assert counts.rounds_committed == NUM_STEPS
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
+        assert losses[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        roster = swarm.members[name].optimizer._collaboration.local.roster
+        assert swarm.members["liar"].peer.peer_id not in roster.members
+
+
+def test_a_member_that_accuses_a_reducer_falsely_costs_no_step() -> None:
+    """It says in each round that the means of one of the others do not fit its values."""
+    swarm = Swarm(seed=2)
+    names = [*HONEST, "liar"]
+
+    def accuse(contribution: Contribution, vote: messages.Vote) -> None:
+        about = contribution.group.rank_of(swarm.members["a"].peer.peer_id)
+        if about is not None:
+            vote.complaints, vote.digests = [messages.Complaint(about, OTHER_VALUES, is_violation=True)], []
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        if member.name == "liar":
+            change_first_vote(member.peer.peer_id, accuse)
+        for step in range(10 * NUM_STEPS):
+            others_are_done = swarm.done >= set(HONEST) - {member.name}
+            if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
+                break
+            member.step(loss_of(member.model, 100 * step + names.index(member.name)))
+
+    for name in names:
+        swarm.start(
+            name, new_model, sgd, train, target_batch_size=BATCH * len(HONEST), batch_size_per_step=BATCH,
+            averaging=replace(PLAIN, min_span_bytes=1024),
+        )  # fmt: skip
+    swarm.run()
+    for name in HONEST:
+        counts = swarm.members[name].optimizer.statistics
+        assert counts.rounds_committed == NUM_STEPS
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
 
 
 def loss_after(num_steps: int, share: float) -> float:

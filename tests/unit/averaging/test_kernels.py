@@ -22,6 +22,7 @@ from manyhands.averaging.codecs import (
     Share,
     kernels,
     plan_of,
+    product_of,
     square_of,
 )
 
@@ -181,17 +182,42 @@ def test_averaging_in_one_pass_gives_the_same_bits(codec: Codec, own_place: int 
 
     own_N = given[own_place] if own_place is not None else given[0]
     mean_N, out = torch.full((numel,), math.nan), torch.empty(num_bytes, dtype=torch.uint8)
-    squares = np.zeros(3)
-    assert codec.average(own_N, NOTHING, rooms, which, weights, mean_N, out, squares) == numel
+    sums = np.zeros((3, 2))
+    assert codec.average(own_N, NOTHING, rooms, which, weights, mean_N, out, sums) == numel
     assert torch.equal(out, expected)
     assert torch.equal(mean_N, expected_N)
 
     kept_N, in_place_N = torch.full((numel,), math.nan), own_N.clone()
-    assert codec.average(in_place_N, kept_N, rooms, which, weights, in_place_N, out.zero_(), squares) == numel
+    assert codec.average(in_place_N, kept_N, rooms, which, weights, in_place_N, out.zero_(), sums) == numel
     assert torch.equal(out, expected)
     assert torch.equal(in_place_N, expected_N)
     assert torch.equal(kept_N, own_N)
-    assert (squares / 2).tolist() == pytest.approx(list(map(square_of, given)), rel=1e-3)
+    assert (sums[:, 0] / 2).tolist() == pytest.approx(list(map(square_of, given)), rel=1e-3)
+    products = [product_of(mean_N, values_N) for values_N in given]
+    assert (sums[:, 1] / 2).tolist() == pytest.approx(products, rel=1e-3, abs=1e-3 * float(mean_N.norm()))
+
+
+@CODECS
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("numel", [NUMEL, 100])
+@pytest.mark.parametrize("is_unusual", [False, True])
+def test_decoding_beside_other_values_gives_the_same_bits(
+    codec: Codec, is_in_place: bool, numel: int, is_unusual: bool
+) -> None:
+    given, own_N = values(1.0, numel), values(3.0, numel)
+    if is_unusual:
+        given[numel // 2] = 1e38  # the kernels leave it to torch
+    packed, expected_N = encoded(codec, given), torch.empty(numel)
+    codec.encode(given, packed)
+    codec.decode(packed, expected_N)
+    sums = product_of(expected_N, own_N), square_of(expected_N), square_of(own_N)
+    out_N = own_N if is_in_place else torch.full((numel,), math.nan)
+    found = codec.decode_beside(packed, out_N, own_N)
+    assert torch.equal(out_N, expected_N)
+    length = math.sqrt(sums[1] * sums[2])
+    assert found == pytest.approx(sums, rel=1e-4, abs=1e-4 * length)
+    with pytest.raises(BadEncoding):
+        codec.decode_beside(packed[:-1], out_N, own_N)
 
 
 @CODECS
@@ -202,14 +228,14 @@ def test_averaging_in_one_pass_stops_where_somebody_breaks_the_rules(codec: Code
     codec.encode(given, rooms[1, : codec.num_bytes(NUMEL)])
     out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
     own_N[70_000] = math.inf
-    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, np.zeros(2))
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, np.zeros((2, 2)))
     assert done == 70_000 // codec.unit_numel * codec.unit_numel
     scale_at = codec.num_bytes(2 * codec.unit_numel) - (8 if codec is INT8 else 2 * codec.unit_numel + 4)
     rooms[1, scale_at : scale_at + 4] = 0xFF
-    squares = np.zeros(2)
-    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, squares)
+    sums = np.zeros((2, 2))
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, sums)
     assert done == codec.unit_numel
-    assert squares.tolist() == pytest.approx([square_of(own_N[:done]), square_of(given[:done])], rel=0.01)
+    assert sums[:, 0].tolist() == pytest.approx([square_of(own_N[:done]), square_of(given[:done])], rel=0.01)
 
 
 @CODECS
@@ -226,7 +252,7 @@ def test_values_below_an_unfinished_in_place_mean_are_kept(codec: Codec, is_own:
         rooms[0, scale_at : scale_at + 4] = 0xFF
     out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
     kept_N, in_place_N = torch.full((NUMEL,), math.nan), own_N.clone()
-    done = codec.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, out, np.zeros(2))
+    done = codec.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, out, np.zeros((2, 2)))
     assert 0 < done < NUMEL
     assert torch.equal(kept_N[:done], own_N[:done])
     assert torch.equal(in_place_N[done:], own_N[done:])

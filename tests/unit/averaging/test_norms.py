@@ -40,11 +40,10 @@ def test_norms_leave_out_uncompared_and_chosen_numbers(codec: Codec) -> None:
             plan.encode(vector[chunk], chunk.start, room)
             received[rank] = room.view(torch.float32) if codec is NONE else room
         before = {rank: room.clone() for rank, room in received.items()}
-        norms.add(
-            chunk, {rank: square_of(vector[chunk]) for rank, vector in enumerate(values)}, received, values[0][chunk]
-        )
+        squares = {rank: square_of(vector[chunk]) for rank, vector in enumerate(values)}
+        norms.add(chunk, squares, received, values[0][chunk])
         assert all(torch.equal(room, received[rank]) for rank, room in before.items())
-    one, other = norms.told()
+    one, other = norms.told().norms
     assert one == pytest.approx(1e-3 * math.sqrt(NUM_VALUES + 7), rel=0.01)
     assert other == pytest.approx(30 * one, rel=0.01)
 

@@ -2,9 +2,10 @@
 
 Each reducer owns a span of the vector; two members without spans have no stream. On its stream to a partner, a member
 sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready, and last
-the contributors to each chunk and the size of their values. Each side announces what it sends, so that a member with a
-different vector is detected before its values count. A reducer adds in the order of ranks, so the result does not
-depend on timing. It encodes each mean once, and all members, the reducer included, decode the same bytes.
+the contributors to each chunk, and of their values the size and the products with the mean (:mod:`.checks`). Each side
+announces what it sends, so that a member with a different vector is detected before its values count. A reducer adds
+in the order of ranks, so the result does not depend on timing. It encodes each mean once, and all members, the reducer
+included, decode the same bytes.
 
 A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
 and its own span is missing. Then all is exchanged again without it (:mod:`manyhands.averaging.round.round_machine`).
@@ -27,6 +28,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 import torch
 from blake3 import blake3
 
+from manyhands.averaging.allreduce.checks import CLOSE, LEAVES_OUT, SpanCheck, Told
 from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, parts_of
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
@@ -129,13 +131,15 @@ class Butterfly:
         self.faults: dict[int, Complaint] = {}
         self.wanted: dict[int, Wanted] = {}
         self.done_with: set[int] = set()
+        num_members = len(group.members)
         self._group = group
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._codec = group.codec
-        self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
+        self._feedback = feedbacks.sent if feedbacks is not None else None
+        self._encode = self._feedback.encode if self._feedback is not None else plan.encode
         self.partition = Partition(group, members, plan)
         reducers = self.partition.reducers
         self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
@@ -143,10 +147,12 @@ class Butterfly:
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk; only where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer: contributors to each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
-        self._records = ContributionRecords(len(group.members), contributors)
+        self._records = ContributionRecords(num_members, contributors)
         self._encoded = self._memory_of_means(memory)
-        self._norms = Norms(plan, len(group.members)) if is_measured else None
-        self._norms_record = struct.Struct(f"<{len(group.members) if is_measured else 0}f")
+        self._norms = Norms(plan, num_members) if is_measured else None
+        num_products = 0 if plan.passes_on else num_members
+        self._norms_record = struct.Struct(f"<{num_members}f{num_products}d" if is_measured else "<")
+        self._is_checked = is_measured and not (plan.passes_on or is_robust)
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
             self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, feedbacks, self._norms,
@@ -189,7 +195,7 @@ class Butterfly:
         """Each member's norm by span, from this member and each reducer that has reported in full."""
         told = dict(self._told_norms)
         if self._norms is not None and self._reducer.chunks:
-            told[self._rank] = self._norms.told()
+            told[self._rank] = self._norms.told().norms
         return [told[rank] for rank in sorted(told)]
 
     @property
@@ -290,7 +296,7 @@ class Butterfly:
         if self._owes_values_to(rank):
             yield from self._values(rank)
         if self._reducer.chunks:
-            yield from self._means()
+            yield from self._means(rank)
 
     def _values(self, reducer: int) -> Iterator[memoryview]:
         yield memoryview(self._label_of(reducer))
@@ -320,8 +326,8 @@ class Butterfly:
                 self._own_encoded[chunk.start] = encoded.clone()
             yield bytes_of(encoded)
 
-    def _means(self) -> Iterator[memoryview | Condition]:
-        """The means of this member's span as they become ready, then their contributors and norms."""
+    def _means(self, rank: int) -> Iterator[memoryview | Condition]:
+        """The means of this member's span as they become ready, then their contributors, norms and products."""
         yield memoryview(self._label_of(self._rank))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
@@ -331,8 +337,11 @@ class Butterfly:
             else:
                 yield self._reducer.has_more_than(num_sent)
             num_sent = num_done
-        norms = self._norms_record.pack(*self._norms.told()) if self._norms is not None else b""
-        yield memoryview(self._records.record(self._reducer.presents) + norms)  # in one message
+        if rank in self.faults:
+            return  # its stream ends; a record that lacks the member's values would be a lie to it
+        told = self._norms.told() if self._norms is not None else Told([], [])
+        record = self._records.record(self._reducer.presents)
+        yield memoryview(record + self._norms_record.pack(*told.norms, *told.products))  # in one message
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values, or of a member's own means."""
@@ -385,35 +394,102 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
+        check = self._new_check(rank) if self._is_checked else None
         if self.partition.is_exact:
-            yield from self._rooms_for_exact(rank)
+            yield from self._rooms_for_exact(rank, check)
         else:
-            yield from self._rooms_for_encoded(rank)
+            yield from self._rooms_for_encoded(rank, check)
         size = self._records.mask_bytes * len(self.partition.chunks[rank])
         record = bytearray(size + self._norms_record.size)
         yield memoryview(record)
-        self._read_record(record[:size], rank)
+        presents = self._read_record(record[:size], rank)
+        numbers = self._norms_record.unpack(record[size:])
+        told = Told(list(numbers[: len(self._members)]), list(numbers[len(self._members) :]))
+        if not all(norm >= 0.0 for norm in told.norms):
+            raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
+        if check is not None and (fault := check.fault(presents, told)):
+            raise self._invalid(rank, fault, "the means of ")
         if self._norms is not None:
-            norms = list(self._norms_record.unpack(record[size:]))
-            if not all(norm >= 0.0 for norm in norms):
-                raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
-            self._told_norms[rank] = norms
+            self._told_norms[rank] = told.norms
+        self._told[rank] = presents
 
-    def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
+    def _rooms_for_exact(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
+        is_overwriting = check is not None and self._owes_values_to(rank) and self._is_in_place
+        scratch = torch.empty(
+            min(PIECE_NUMEL, self.partition.numel[rank]) if is_overwriting else 0, dtype=self._plan.dtype
+        )
         for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
-            averaged = self.averaged_N[piece]
+            averaged = scratch[: piece.stop - piece.start] if is_overwriting else self.averaged_N[piece]
             yield bytes_of(averaged)
             if not is_finite(averaged):
                 raise self._invalid(rank, "are not finite")
             self._hashers[rank].update(bytes_of(averaged))
+            if check is not None:
+                self._check_exact(rank, check, piece, averaged)
+            if is_overwriting:
+                self.averaged_N[piece] = averaged
 
-    def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
-        for chunk, encoded in self._encoded_chunks(rank):
+    def _check_exact(self, rank: int, check: SpanCheck, piece: slice, averaged: torch.Tensor) -> None:
+        """Count a piece of unencoded means, which may lie in several chunks."""
+        chunks = self.partition.chunks[rank]
+        number = (piece.start - chunks[0].start) // (chunks[0].stop - chunks[0].start)  # but the last, all are as long
+        while number < len(chunks) and chunks[number].start < piece.stop:
+            start, stop = max(piece.start, chunks[number].start), min(piece.stop, chunks[number].stop)
+            own = self._flat_N[start:stop] if self._owes_values_to(rank) else None
+            check.add(number, start, averaged[start - piece.start : stop - piece.start], own)
+            number += 1
+
+    def _rooms_for_encoded(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
+        means = self.partition.means
+        for number, (chunk, encoded) in enumerate(self._encoded_chunks(rank)):
             yield bytes_of(encoded)
-            self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
-            if isinstance(self.partition.means, Gathered):
-                self._check_passed_on(rank, chunk, self.partition.means.slots(encoded))
+            if check is not None:
+                self._decode_and_check(rank, number, check, encoded)
+            else:
+                means.decode(encoded, chunk.start, self.averaged_N[chunk])
+            if isinstance(means, Gathered):
+                self._check_passed_on(rank, chunk, means.slots(encoded))
             self._hashers[rank].update(bytes_of(encoded))
+
+    def _decode_and_check(self, rank: int, number: int, check: SpanCheck, encoded: torch.Tensor) -> None:
+        """Decode a chunk of means and count it for the check, before it overwrites this member's values."""
+        plan, chunk = self._plan, self.partition.chunks[rank][number]
+        averaged = self.averaged_N[chunk]
+        own = self._as_sent(rank, chunk) if self._owes_values_to(rank) else None
+        runs = plan.compared(chunk.start, chunk.stop)
+        if own is not None and len(runs) == 1 and runs[0][0] == slice(0, len(averaged)):
+            segment = runs[0][1]
+            product, square, own_square = segment.codec.decode_beside(encoded, averaged, own)
+            check.count(number, segment, len(averaged), product, square, own_square)
+            return
+        if own is not None and self._is_in_place:
+            own = own.clone()
+        plan.decode(encoded, chunk.start, averaged)
+        check.add(number, chunk.start, averaged, own)
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self._flat_N.data_ptr() == self.averaged_N.data_ptr()
+
+    def _new_check(self, reducer: int) -> SpanCheck:
+        error = self._plan.error if self._feedback is None and self._plan.error <= CLOSE else 0.0
+        num_chunks = len(self.partition.chunks[reducer])
+        return SpanCheck(self._plan, self._rank, self._weights, self.partition.scales, num_chunks, error)
+
+    def _as_sent(self, reducer: int, chunk: slice) -> torch.Tensor:
+        """This member's values of a chunk as its reducer has decoded them; nearly so with a codec of small errors."""
+        values, plan = self._flat_N[chunk], self._plan
+        if self._feedback is not None:
+            if (sent := self._feedback.as_sent(values, chunk.start)) is None:
+                raise self._invalid(reducer, "came before the values", "the means of ")
+            return sent
+        if plan.error <= CLOSE:
+            return values
+        encoded = torch.empty(plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
+        sent = torch.empty_like(values)
+        plan.encode(values, chunk.start, encoded)
+        plan.decode(encoded, chunk.start, sent)
+        return sent
 
     def _check_passed_on(self, reducer: int, chunk: slice, slots: dict[int, torch.Tensor]) -> None:
         """Check that a reducer has passed this member's values on unchanged, or left them out; note which it has."""
@@ -431,13 +507,18 @@ class Butterfly:
         if num_bytes != due:
             raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
-    def _read_record(self, record: bytes | bytearray, rank: int) -> None:
+    def _read_record(self, record: bytes | bytearray, rank: int) -> list[list[int]]:
+        """The contributors to each chunk of a reducer's span."""
         try:
-            self._told[rank] = self._records.read_record(bytes(record))
+            presents = self._records.read_record(bytes(record))
         except BadContribution as error:
             raise self._invalid(rank, f"is invalid: {error}", "the record of ") from error
-        if self._plan.passes_on and self._told[rank] != self._passed_on[rank]:
+        if self._plan.passes_on and presents != self._passed_on[rank]:
             raise self._invalid(rank, "are not of the members in its record")
+        # a reducer that has lost a member sends it no record
+        if self._owes_values_to(rank) and not all(self._rank in present for present in presents):
+            raise self._invalid(rank, LEAVES_OUT, "the means of ")
+        return presents
 
     # memory
 

@@ -13,13 +13,17 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.centered_clip import ENOUGH, centered_clip
+from manyhands.averaging.allreduce.checks import products_with
 from manyhands.averaging.allreduce.norms import Norms
-from manyhands.averaging.allreduce.partition import Partition
+from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
+
+BLOCK_NUMEL = 1 << 16
+"""Unencoded values of a chunk are added up and multiplied in blocks of this size, while these are in the cache."""
 
 INLINE_NUMEL = 1 << 14
 """Below this number of elements, the work takes less time than a switch to another thread."""
@@ -91,6 +95,8 @@ class SpanReducer:
         self._norms = norms
         self._is_robust = is_robust
         self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values
+        self._products: dict[int, float] = {}  # by rank, of the first values of the last chunk; see products_with
+        self._num_multiplied = 0  # so many first values
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -226,9 +232,31 @@ class SpanReducer:
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
             self._norms.add(chunk, self._squares, received, values)
+            if self._means is None:
+                self._multiply(present, chunk, received, values, self._norms)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
+
+    def _multiply(
+        self,
+        present: Sequence[int],
+        chunk: slice,
+        received: Mapping[int, torch.Tensor],
+        own: torch.Tensor,
+        norms: Norms,
+    ) -> None:
+        """Add the products of the members' values with the mean of a chunk, as far as they are not known."""
+        norms.add_products(self._products)
+        num_done = self._num_multiplied
+        if num_done < _numel(chunk):
+            rest, at = (
+                slice(chunk.start + num_done, chunk.stop),
+                self._plan.num_bytes(chunk.start, chunk.start + num_done),
+            )
+            shares = shares_of(self._weights, self._scales, present)
+            some = {rank: got[at:] for rank, got in received.items()}
+            norms.multiply(rest, self._averaged_N[rest], shares, some, own[num_done:])
 
     def _pass_on(
         self,
@@ -269,7 +297,7 @@ class SpanReducer:
         """
         plan = self._plan
         num_done = 0
-        squares = np.zeros(len(present))
+        sums = np.zeros((len(present), 2))
         shares = shares_of(self._weights, self._scales, present)
         is_robust = self._is_robust and len(present) >= ENOUGH
         is_plain = not (self._is_exact or is_robust) and self._feedback is None
@@ -278,8 +306,12 @@ class SpanReducer:
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
             factors = [shares[rank].of(parts[0], is_largest=False) for rank in present]
             mean = self._averaged_N[chunk]
-            num_done = parts[0].codec.average(own, kept, self._rooms, which, factors, mean, encoded, squares)
-        self._squares = dict(zip(present, squares.tolist(), strict=True))
+            num_done = parts[0].codec.average(own, kept, self._rooms, which, factors, mean, encoded, sums)
+        self._squares = dict(zip(present, sums[:, 0].tolist(), strict=True))
+        self._products, self._num_multiplied = {}, 0
+        if num_done and not plan.uncompared(chunk):
+            self._products = {rank: factors[at] * float(sums[at, 1]) for at, rank in enumerate(present)}
+            self._num_multiplied = num_done
         if num_done == _numel(chunk):
             return
         at = plan.num_bytes(chunk.start, chunk.start + num_done)
@@ -287,6 +319,9 @@ class SpanReducer:
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
+        if self._is_exact and not is_robust:
+            self._add_up_blocks(shares, own, received, chunk)
+            return
         self._add_up(shares, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
         if is_robust:
             self._clip_centered(present, own, received, chunk)
@@ -314,6 +349,21 @@ class SpanReducer:
         for gap in self._plan.uncompared(chunk):
             values[:, gap] = mean[gap]
         mean.copy_(centered_clip(values, [self._weights[rank] for rank in present]))
+
+    def _add_up_blocks(
+        self, shares: Mapping[int, Share], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
+    ) -> None:
+        """Write the mean of unencoded values, block by block, and multiply each with it while it is in the cache."""
+        self._products = dict.fromkeys(shares, 0.0)
+        given = {rank: own if rank == self._rank else received[rank].view(own.dtype) for rank in shares}
+        for block in chunks_of(chunk, BLOCK_NUMEL):
+            place = slice(block.start - chunk.start, block.stop - chunk.start)
+            values = {rank: of_rank[place] for rank, of_rank in given.items()}
+            self._add_up(shares, own[place], {rank: some.view(torch.uint8) for rank, some in values.items()}, block)
+            if self._norms is not None:
+                products = products_with(self._plan, block.start, self._averaged_N[block], shares, values)
+                self._products = {rank: self._products[rank] + product for rank, product in products.items()}
+        self._num_multiplied = _numel(chunk)
 
     def _room_of(self, encoded: torch.Tensor) -> int:
         """The index of the room in which a chunk was received."""

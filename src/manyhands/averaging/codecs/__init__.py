@@ -1,6 +1,14 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
+from manyhands.averaging.codecs.codec import (
+    BadEncoding,
+    Codec,
+    NotFinite,
+    check_finite,
+    is_finite,
+    product_of,
+    square_of,
+)
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks, sent_norm
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import (
@@ -56,6 +64,7 @@ __all__ = [
     "is_finite",
     "plan_of",
     "prepare_kernels",
+    "product_of",
     "sent_norm",
     "shares_of",
     "square_of",

@@ -29,7 +29,7 @@ from manyhands.base.errors import ManyhandsError
 
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
-"""Values in one dot product of :func:`square_of`: so few that BLAS computes it on the calling thread."""
+"""Values in one dot product of :func:`product_of`: so few that BLAS computes it on the calling thread."""
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -50,6 +50,8 @@ class Codec(abc.ABC):
         unit_numel: the borders of spans and chunks should be multiples of this many values.
         decay: the error feedback multiplies its residuals by this factor from round to round.
         passes_on: whether a reducer sends all contributions to a mean, in place of the mean.
+        error: the L2 norm of the error of encoded values is at most this multiple of their L2 norm, where these are not
+            tiny (below 2^-100).
     """
 
     name: ClassVar[str]
@@ -60,6 +62,7 @@ class Codec(abc.ABC):
     unit_numel: int = 1
     decay: float = 1.0
     passes_on: ClassVar[bool] = False
+    error: ClassVar[float] = 0.0
 
     def num_bytes(self, numel: int) -> int:
         """Encoded size of ``numel`` values in bytes."""
@@ -111,7 +114,7 @@ class Codec(abc.ABC):
         weights: Sequence[float],
         mean_N: torch.Tensor,
         out: torch.Tensor,
-        squares: np.ndarray,
+        sums: np.ndarray,
     ) -> int:
         """Add up all contributions, encode the mean, and decode it, in one pass over the memory.
 
@@ -126,8 +129,8 @@ class Codec(abc.ABC):
             weights: the factor of each contribution, in the same order.
             mean_N: receives the decoded mean; contiguous, of the codec's dtype.
             out: receives the encoded mean; see :meth:`encode`.
-            squares: float64, shape [contributions], to which the sums of the squares of the averaged values of each
-                contribution are added.
+            sums: float64, shape [contributions, 2], to which are added, of the averaged values of each contribution,
+                the sum of the squares, and the dot product with the decoded mean.
         Returns:
             The number of values that were averaged, from the first on.
         """
@@ -139,7 +142,27 @@ class Codec(abc.ABC):
         places = np.array(which, dtype=np.int64)
         shares = np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
-        return self.piece_numel * int(run(*arrays, places, shares, squares))
+        return self.piece_numel * int(run(*arrays, places, shares, sums))
+
+    def decode_beside(self, encoded: torch.Tensor, out_N: torch.Tensor, own_N: torch.Tensor) -> tuple[float, ...]:
+        """Like :meth:`decode`, and compare with other values, in one pass over the memory where there is a kernel.
+
+        Args:
+            own_N: as many values; may be ``out_N``, which then overwrites them.
+        Returns:
+            The dot product of both, and the sums of the squares of the decoded values, and of the others.
+        """
+        sums, done = np.zeros(3), 0
+        numel = out_N.numel() // self.piece_numel * self.piece_numel
+        whole_N, whole_encoded = out_N[:numel], encoded[: self.num_bytes(numel)]
+        run = kernel(self.name, "decode_beside", whole_N, whole_encoded)
+        if run is not None and whole_encoded.numel() == self.num_bytes(numel):
+            own = own_N[:numel].detach().numpy()
+            done = self.piece_numel * int(run(whole_N.numpy(), whole_encoded.numpy(), own, sums))
+        rest_N, kept_N = out_N[done:], own_N[done:].clone()
+        self.decode(encoded[self.num_bytes(done) :], rest_N)
+        rest = product_of(rest_N, kept_N), square_of(rest_N), square_of(kept_N)
+        return tuple(float(one) + other for one, other in zip(sums, rest, strict=True))
 
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
@@ -178,18 +201,22 @@ def largest_magnitude(values: torch.Tensor) -> float:
     return max(-low, high)  # NaN is in both
 
 
+def product_of(one_N: torch.Tensor, other_N: torch.Tensor) -> float:
+    """The dot product of two vectors; infinite or NaN only if a value is."""
+    one, other = one_N.numpy(), other_N.numpy()
+    num_whole = len(one) - len(one) % PRODUCT_NUMEL
+    rows, columns = one[:num_whole].reshape(-1, 1, PRODUCT_NUMEL), other[:num_whole].reshape(-1, PRODUCT_NUMEL, 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = float(np.matmul(rows, columns).sum()) + float(np.dot(one[num_whole:], other[num_whole:]))
+    if math.isfinite(product):
+        return product
+    return float(torch.dot(one_N.double(), other_N.double()))  # float32 cannot overflow in float64
+
+
 def square_of(values: torch.Tensor) -> float:
     """The sum of the squares of all values; infinite if one of them is not finite."""
-    flat = values.numpy()
-    num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
-    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)
-    rest = flat[num_whole:]
-    with np.errstate(over="ignore", invalid="ignore"):
-        square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
-    if math.isfinite(square):
-        return square
-    square = values.double().square().sum().item()  # float32 cannot overflow in float64
-    return float(square) if math.isfinite(square) else math.inf
+    square = product_of(values, values)
+    return square if math.isfinite(square) else math.inf
 
 
 def is_finite(values: torch.Tensor) -> bool:

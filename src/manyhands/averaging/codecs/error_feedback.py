@@ -23,6 +23,9 @@ from manyhands.averaging.codecs.plan import Plan
 
 MAX_SCALE = 1024.0
 """Limit of the factor by which residuals grow when the share shrinks, so that they stay finite; the rest is lost."""
+OF_MEAN = 0.25
+"""A reducer adds residuals of at most this multiple of the mean's norm, chunk by chunk; the rest is lost. So what it
+sends is nearer to the mean than zeros are, as its checks ask (:mod:`manyhands.averaging.allreduce.checks`)."""
 
 
 class ErrorFeedback:
@@ -34,19 +37,23 @@ class ErrorFeedback:
 
     Memory: one vector, and during a round one more for encoded values.
 
+    Args:
+        most: the residuals of a slice count for at most this multiple of the norm of its values.
+
     Attributes:
         share: weight of this round's vector as a fraction of all weight, above 0. Set it before the values are encoded.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, most: float = math.inf) -> None:
         self.share = 1.0
+        self._most = most
         self._max_scale = MAX_SCALE
         self._decay = plan.decay
         self._kept_share = 1.0  # the share that the residuals are scaled for
         self._plan = plan
         self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype)
         self._norm: float | None = 0.0  # of the residuals; None if it was not measured since they changed
-        self._pending: list[tuple[slice, torch.Tensor]] = []
+        self._pending: dict[int, tuple[slice, torch.Tensor]] = {}  # by start: the errors of this round
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
         """Encode ``values``, which is ``flat_N[start : start + len(values)]``, plus its residual of the last round.
@@ -55,16 +62,33 @@ class ErrorFeedback:
         """
         part = slice(start, start + values.numel())
         corrected = self.corrected(values, part)
+        if self._most < math.inf:
+            self._bound(corrected, values, part)
         self._plan.encode(corrected, start, out)
         decoded = torch.empty_like(corrected)
         self._plan.decode(out, start, decoded)
-        self._pending.append((part, corrected.sub_(decoded)))
+        self._pending[start] = part, corrected.sub_(decoded)
         return decoded
+
+    def as_sent(self, values: torch.Tensor, start: int) -> torch.Tensor | None:
+        """What receivers decode of values that :meth:`encode` has encoded in this round; None if it has not."""
+        if (pending := self._pending.get(start)) is None or pending[0].stop != start + values.numel():
+            return None
+        part, residual = pending
+        return self.corrected(values, part).sub_(residual)
 
     def corrected(self, values: torch.Tensor, part: slice) -> torch.Tensor:
         """The values of a part of the vector plus their residual."""
         scale = self._decay * min(self._kept_share / self.share, self._max_scale)
         return torch.add(values, self._residual_N[part], alpha=scale)
+
+    def _bound(self, corrected: torch.Tensor, values: torch.Tensor, part: slice) -> None:
+        """Scale down what was added to values, where it is too large beside them."""
+        for run, _ in self._plan.compared(part.start, part.stop):
+            added = corrected[run] - values[run]
+            most, square = self._most**2 * square_of(values[run]), square_of(added)
+            if square > most:
+                torch.add(values[run], added, alpha=math.sqrt(most / square), out=corrected[run])
 
     def norm(self) -> float:
         """The L2 norm of the residuals. Measuring it takes a pass over them, once in each round."""
@@ -84,7 +108,7 @@ class ErrorFeedback:
         if self._pending and self.share != self._kept_share:
             self._residual_N.mul_(min(self._kept_share / self.share, self._max_scale))  # also where nothing was encoded
             self._kept_share = self.share
-        for part, residual in self._pending:
+        for part, residual in self._pending.values():
             self._residual_N[part] = residual
         self._pending.clear()
 
@@ -103,7 +127,7 @@ class Feedbacks:
 
     @classmethod
     def of(cls, plan: Plan) -> Feedbacks:
-        return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan))
+        return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan, OF_MEAN))
 
     def commit(self, *, is_left_out: bool = False) -> None:
         """Count the round; if the others have left this peer's values out, their errors are discarded."""

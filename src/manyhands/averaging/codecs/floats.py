@@ -68,6 +68,7 @@ class Fp16(Codec):
     name = "fp16"
     code = 2
     piece_numel = unit_numel = 1 << 16
+    error = 2.0**-11 + 2.0**-31
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel + SCALE_BYTES if numel else 0
@@ -110,6 +111,7 @@ class Bf16(Codec):
     name = "bf16"
     code = 3
     piece_numel = 1
+    error = 2.0**-8
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel

@@ -49,6 +49,8 @@ class Int8(Codec):
     code = 4
     piece_numel = unit_numel = ROW_NUMEL
     block_numel = 1024 * ROW_NUMEL
+    # a row whose range is r has a norm of at least r / sqrt(2), and an error of at most r / 480 for each value
+    error = math.sqrt(2 * ROW_NUMEL) / 480 + 1e-5
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES if numel else 0

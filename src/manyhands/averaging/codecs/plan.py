@@ -161,6 +161,7 @@ class Plan:
         self._uncompared = uncompared
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype
         self.decay = min((segment.codec.decay for segment in joined), default=1.0)
+        self.error = max((segment.codec.error for segment in joined), default=0.0)
         self.passes_on = any(segment.codec.passes_on for segment in joined)
         self._stops = [segment.stop for segment in joined]
 
@@ -179,6 +180,17 @@ class Plan:
         """The parts of a chunk that do not count in norms, their bounds counted from the start of the chunk."""
         overlaps = (slice(max(chunk.start, part.start), min(chunk.stop, part.stop)) for part in self._uncompared)
         return [slice(one.start - chunk.start, one.stop - chunk.start) for one in overlaps if one.start < one.stop]
+
+    def compared(self, start: int, stop: int) -> list[tuple[slice, Segment]]:
+        """The runs of ``flat_N[start:stop]`` that count in norms, from the start of the slice, with their segments."""
+        gaps = self.uncompared(slice(start, stop))
+        edges = [0, *(edge for gap in gaps for edge in (gap.start, gap.stop)), stop - start]
+        return [
+            (slice(part.start - start, part.stop - start), part)
+            for begin, end in zip(edges[::2], edges[1::2], strict=True)
+            for part in self.cut(start + begin, start + end)
+            if not part.is_chosen
+        ]
 
     def norm(self, flat_N: torch.Tensor) -> float:
         """The L2 norm of a whole vector, without the parts that do not count in norms; infinite if it is not finite."""

@@ -21,9 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 AVERAGE = (
-    "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1], float64[::1])"
+    "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1], "
+    "float64[:, ::1])"
 )
 """Numba signature of the kernels that average."""
+DECODE_BESIDE = "int64(float32[::1], uint8[::1], float32[::1], float64[::1])"
+"""Numba signature of the kernels that decode and compare."""
 
 LANES = 8
 """Number of float32 in one write past the cache; rows that are written in that way have a multiple of it."""

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from manyhands.averaging.codecs.kernels.compiling import (
     AVERAGE,
+    DECODE_BESIDE,
     Bytes,
     Floats,
     add_in_any_order,
@@ -25,7 +26,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "2cfcc700ad9a"
+INLINED = "32aceb73819d"
 """Digest of other files; see the module for int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
@@ -141,6 +142,36 @@ def decode(values: Floats, encoded: Bytes) -> int:
     return num_done
 
 
+@compiled(DECODE_BESIDE)
+def decode_beside(values: Floats, encoded: Bytes, own: Floats, sums: Any) -> int:
+    """Decode whole pieces; returns how many were decoded. See the kernel of this name for int8."""
+    halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
+    decoded = np.empty(ROW_NUMEL, np.float32)
+    num_pieces = values.size // PIECE_NUMEL
+    num_done = num_pieces
+    for piece in range(num_pieces):
+        scale_at = piece * (PIECE_BYTES // 4)
+        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
+        if not _is_ordinary(scale, halves, place):
+            num_done = piece
+            break
+        for row in range(PIECE_NUMEL // ROW_NUMEL):
+            start = piece * PIECE_NUMEL + row * ROW_NUMEL
+            for i in range(ROW_NUMEL):
+                decoded[i] = _from_half(halves[place + row * ROW_NUMEL + i]) * scale
+            product, square, own_square = 0.0, 0.0, 0.0
+            for i in range(ROW_NUMEL):
+                product = add_in_any_order(product, np.float64(decoded[i]) * own[start + i])
+                square = add_in_any_order(square, np.float64(decoded[i]) * decoded[i])
+                own_square = add_in_any_order(own_square, np.float64(own[start + i]) * own[start + i])
+            sums[0] += product
+            sums[1] += square
+            sums[2] += own_square
+            write_past_cache(values, start, decoded, 0, ROW_NUMEL)
+    after_writes_past_cache()
+    return num_done
+
+
 @compiled(AVERAGE)
 def average(
     mean: Floats,
@@ -150,7 +181,7 @@ def average(
     rooms: Bytes,
     which: Any,
     weights: Floats,
-    squares: Any,
+    sums: Any,
 ) -> int:
     """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces were averaged.
 
@@ -206,6 +237,17 @@ def average(
         for i in range(PIECE_NUMEL):
             mean[start + i] = _from_half(halves[place + i]) * scale
         for number in range(which.size):
-            squares[number] += added[number]
+            room, product = which[number], 0.0
+            if room < 0:
+                for i in range(PIECE_NUMEL):
+                    product = add_in_any_order(product, np.float64(mine[i]) * mean[start + i])
+            else:
+                given_halves = rooms[room].view(np.uint16)
+                scale = rooms[room].view(np.float32)[scale_at]
+                for i in range(PIECE_NUMEL):
+                    value = _from_half(given_halves[place + i]) * scale
+                    product = add_in_any_order(product, np.float64(value) * mean[start + i])
+            sums[number, 0] += added[number]
+            sums[number, 1] += product
     after_writes_past_cache()
     return num_done

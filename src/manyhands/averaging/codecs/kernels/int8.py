@@ -23,6 +23,7 @@ from manyhands.averaging.codecs.int8 import (
 )
 from manyhands.averaging.codecs.kernels.compiling import (
     AVERAGE,
+    DECODE_BESIDE,
     Bytes,
     Floats,
     add_in_any_order,
@@ -32,7 +33,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "2cfcc700ad9a"
+INLINED = "32aceb73819d"
 """Digest of the other files whose code is compiled into these kernels: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
@@ -113,6 +114,38 @@ def decode(values: Floats, packed: Bytes) -> int:
     return num_done
 
 
+@compiled(DECODE_BESIDE)
+def decode_beside(values: Floats, packed: Bytes, own: Floats, sums: Any) -> int:
+    """Decode whole rows; returns how many were decoded.
+
+    The arguments are those of :meth:`manyhands.averaging.codecs.codec.Codec.decode_beside`. The own values may lie in
+    the memory of ``values``; rows that were not decoded still hold them.
+    """
+    headers, decoded = packed.view(np.float32), np.empty(ROW_NUMEL, np.float32)
+    num_rows = values.size // ROW_NUMEL
+    num_done = num_rows
+    for row in range(num_rows):
+        start, place = row * ROW_NUMEL, row * ROW_BYTES
+        header = (place + ROW_NUMEL) // 4
+        scale, bias = headers[header], headers[header + 1]
+        if not _is_ordinary(scale, bias):
+            num_done = row
+            break
+        for i in range(ROW_NUMEL):
+            decoded[i] = np.float32(packed[place + i]) * scale + bias
+        product, square, own_square = 0.0, 0.0, 0.0
+        for i in range(ROW_NUMEL):
+            product = add_in_any_order(product, np.float64(decoded[i]) * own[start + i])
+            square = add_in_any_order(square, np.float64(decoded[i]) * decoded[i])
+            own_square = add_in_any_order(own_square, np.float64(own[start + i]) * own[start + i])
+        sums[0] += product
+        sums[1] += square
+        sums[2] += own_square
+        write_past_cache(values, start, decoded, 0, ROW_NUMEL)
+    after_writes_past_cache()
+    return num_done
+
+
 @compiled(AVERAGE)
 def average(
     mean: Floats,
@@ -122,7 +155,7 @@ def average(
     rooms: Bytes,
     which: Any,
     weights: Floats,
-    squares: Any,
+    sums: Any,
 ) -> int:
     """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows were averaged.
 
@@ -172,6 +205,16 @@ def average(
         for i in range(ROW_NUMEL):
             mean[start + i] = np.float32(packed[place + i]) * scale + bias
         for number in range(which.size):
-            squares[number] += added[number]
+            room, product = which[number], 0.0
+            if room < 0:
+                for i in range(ROW_NUMEL):
+                    product = add_in_any_order(product, np.float64(mine[i]) * mean[start + i])
+            else:
+                scale, bias = room_headers[room, header], room_headers[room, header + 1]
+                for i in range(ROW_NUMEL):
+                    value = np.float32(rooms[room, place + i]) * scale + bias
+                    product = add_in_any_order(product, np.float64(value) * mean[start + i])
+            sums[number, 0] += added[number]
+            sums[number, 1] += product
     after_writes_past_cache()
     return num_done

@@ -1,0 +1,155 @@
+"""Checks the means of a reducer against what it tells of the members' values.
+
+With its means a reducer tells for each member j two numbers: the norm of its values, and a *product*
+
+    p_j = sum over the chunks c of  share_jc <m_c, v_jc>,
+
+where m_c is the mean as all members decode it, v_jc are the values of the member as they were sent, and share_jc is the
+factor with which they count. If these numbers are right, the products add up to <m, t>, where t is the true mean. Each
+member checks that
+
+- its own values are in each chunk, and its own two numbers are right, as it knows what it has sent;
+- no product is larger than its share of |m| times the norm (Cauchy-Schwarz);
+- the products add up to at least half of <m, m>, which says the same as |m - t| <= |t|: the means are at least as near
+  to the true mean as zeros are.
+
+So a wrong mean that passes points nowhere uphill and is at most twice as long. It slows the training of its span down;
+to do worse, a reducer has to tell wrong numbers of many members, each of which complains. docs/adr/0051 has the limits
+of this. Codecs whose contributions are passed on need none of it, as all members compute the mean themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from manyhands.averaging.codecs import Plan, Segment, Share, product_of, shares_of, square_of
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+ROUNDING = 1e-4
+"""Limit of the relative error of a product or norm of float32, of up to 2^31 values in any order."""
+SMALLEST_PRODUCT = 2.0**-126
+"""Smaller products of two values are rounded, in some processes to 0."""
+CLOSE = 0.1
+"""Of a codec with a smaller error a member compares its values; with a larger one it encodes and decodes them again."""
+
+LEAVES_OUT = "leave out the values that this peer has sent"
+OTHER_VALUES = "do not fit the values that this peer has sent"
+NO_MEANS = "are not the means of the members' values"
+
+
+def products_with(
+    plan: Plan, start: int, mean: torch.Tensor, shares: Mapping[int, Share], values: Mapping[int, torch.Tensor]
+) -> dict[int, float]:
+    """The products of members' values with a part of the mean, from ``start`` on, times their shares; all by rank."""
+    products = dict.fromkeys(values, 0.0)
+    for run, segment in plan.compared(start, start + mean.numel()):
+        for rank, of_rank in values.items():
+            products[rank] += shares[rank].of(segment, is_largest=False) * product_of(mean[run], of_rank[run])
+    return products
+
+
+class Told(NamedTuple):
+    """What a reducer tells of each member's values in its span, by rank.
+
+    Attributes:
+        norms: infinite for values that are not finite, 0 for a member without any.
+        products: empty where contributions are passed on.
+    """
+
+    norms: list[float]
+    products: list[float]
+
+
+class SpanCheck:
+    """Checks the means of one reducer, at one other member, as they come.
+
+    Args:
+        rank: of this member.
+        weights, scales: as in :class:`Partition <manyhands.averaging.allreduce.partition.Partition>`.
+        error: limit of the relative error of the values that are given to :meth:`add`, beside those that were sent.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, weights: Sequence[float], scales: Sequence[float], num_chunks: int, error: float
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._weights = weights
+        self._scales = scales
+        self._tolerance = error + ROUNDING
+        self._numel = 0
+        self._square = 0.0  # of the means
+        self._own_square = 0.0
+        self._products = [[0.0, 0.0] for _ in range(num_chunks)]  # of values that are not scaled down, and of others
+
+    def add(self, number: int, start: int, mean: torch.Tensor, own: torch.Tensor | None) -> None:
+        """Count a part of the means, from ``start`` on, which lies in the chunk of this number.
+
+        Args:
+            own: this member's values as they were sent; None if it contributes nothing.
+        """
+        for run, segment in self._plan.compared(start, start + mean.numel()):
+            some = mean[run]
+            product = own_square = 0.0
+            if own is not None:
+                product, own_square = product_of(some, own[run]), square_of(own[run])
+            self.count(number, segment, some.numel(), product, square_of(some), own_square)
+
+    def count(
+        self, number: int, segment: Segment, numel: int, product: float, square: float, own_square: float
+    ) -> None:
+        """Like :meth:`add`, of values of one segment whose products are known."""
+        self._numel += numel
+        self._square += square
+        self._own_square += own_square
+        self._products[number][segment.is_scaled] += product
+
+    def fault(self, presents: Sequence[Sequence[int]], told: Told) -> str:
+        """What is wrong with the means; empty if nothing is.
+
+        Args:
+            presents: ranks of the contributors to each chunk; this member is in all if it contributes anything.
+            told: with norms that are not negative.
+        """
+        by_present = {
+            present: shares_of(self._weights, self._scales, present) for present in {tuple(one) for one in presents}
+        }
+        shares = [by_present[tuple(present)] for present in presents]
+        largest = [0.0] * len(told.norms)  # share of each member
+        for of_chunk in by_present.values():
+            for rank, share in of_chunk.items():
+                largest[rank] = max(largest[rank], *share)
+        floor = self._numel * SMALLEST_PRODUCT
+        least = math.sqrt(floor)  # norms may be rounded down by so much
+        length = math.sqrt(self._square) + least
+        reach = [share * length * (norm + least) for share, norm in zip(largest, told.norms, strict=True)]
+        if self._weights[self._rank] > 0 and not self._is_own(shares, told, largest[self._rank] * length, floor):
+            return OTHER_VALUES
+        if math.inf in told.norms:
+            return ""  # all complain of that member, and exchange again
+        is_possible = all(
+            abs(product) <= (1 + 10 * ROUNDING) * most + floor
+            for product, most in zip(told.products, reach, strict=True)
+        )
+        if not is_possible:
+            return NO_MEANS
+        rounding = ROUNDING * math.fsum(reach) + floor
+        return "" if math.fsum(told.products) + rounding >= self._square / 2 else NO_MEANS
+
+    def _is_own(self, shares: Sequence[dict[int, Share]], told: Told, reach: float, floor: float) -> bool:
+        """Whether the norm and the product of this member are right."""
+        norm, least = math.sqrt(self._own_square), math.sqrt(floor)
+        if norm > LARGEST_FLOAT32:  # told as infinite
+            return True
+        own_shares = (share[self._rank] for share in shares)
+        product = math.fsum(
+            share.unscaled * unscaled + share.scaled * scaled
+            for share, (unscaled, scaled) in zip(own_shares, self._products, strict=True)
+        )
+        is_norm = abs(told.norms[self._rank] - norm) <= self._tolerance * norm + least
+        return is_norm and abs(told.products[self._rank] - product) <= self._tolerance * reach * (norm + least) + floor
