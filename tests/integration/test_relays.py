@@ -147,6 +147,23 @@ async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_i
         assert relay.counters["relayed_streams"] == 3
 
 
+async def test_the_error_says_that_the_relay_is_no_volunteer_also_where_the_other_peer_has_addresses() -> None:
+    """Else people look for what is wrong with these addresses."""
+    async with endpoints(3, kind="tls", clients=[0]) as (client, relay, listening):
+        seems_symmetric(client)
+        listening.accept_bulk("echo", send_back)
+        wall = Address.of("127.0.0.1", free_port(), listening.peer_id)
+        listening.announce([wall])
+        client._book._known[listening.peer_id].clear()
+        client.learn(listening.peer_id, [wall])
+        await client.call_on(relay.peer_id, 5.0)
+        await relay.call_on(listening.peer_id, 5.0)
+        with pytest.raises(
+            Unavailable, match=r"this peer relays no bulk data; started with --relay.*connection refused"
+        ):
+            await client.open_bulk(listening.peer_id, "echo", b"3")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_first_stream_to_a_peer_that_cannot_be_dialled_may_be_a_bulk_stream(kind: str) -> None:
     async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER) as (client, relay, listening):

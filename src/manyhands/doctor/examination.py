@@ -300,8 +300,8 @@ class _Examiner:
         finding = findings.ways(
             run.run_id,
             [
-                findings.Met(peer_id, way, way is None or endpoint.carries_bulk(peer_id))
-                for (peer_id, _), way in zip(met, ways, strict=True)
+                findings.Met(peer_id, way, record.is_client, way is None or endpoint.carries_bulk(peer_id))
+                for (peer_id, record), way in zip(met, ways, strict=True)
             ],
             num_peers=len(others),
             is_place_known=endpoint.outside.is_known,

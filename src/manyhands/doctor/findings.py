@@ -454,11 +454,13 @@ class Met(NamedTuple):
 
     Attributes:
         way: how it is connected; None if it is not.
+        is_client: whether it says that nobody can dial it.
         carries_bulk: whether averages can take this way.
     """
 
     peer_id: PeerId
     way: Way | None
+    is_client: bool = True
     carries_bulk: bool = True
 
 
@@ -472,8 +474,8 @@ def ways(run_id: str, met: Sequence[Met], num_peers: int, *, is_place_known: boo
     if not met:
         return not_tried(f"no other peer is in run {run_id!r}")
     groups: dict[str, list[PeerId]] = {}
-    for peer_id, way, _ in met:
-        groups.setdefault(str(way) if way is not None else "not reached", []).append(peer_id)
+    for one in met:
+        groups.setdefault(str(one.way) if one.way is not None else "not reached", []).append(one.peer_id)
     told = ", ".join(f"{len(peer_ids)} {how}{_named(how, peer_ids)}" for how, peer_ids in groups.items())
     of_all = f"{len(met)} of {num_peers}" if num_peers > len(met) else str(num_peers)
     detail = f"{of_all} {'peer' if of_all == '1' else 'peers'} of run {run_id!r}: {told}"
@@ -490,7 +492,12 @@ def ways(run_id: str, met: Sequence[Met], num_peers: int, *, is_place_known: boo
         advice.append("those that were not reached have left, or need a peer that both can dial, started with --relay")
     if not carries_all:
         advice.append("that relay forwards no averages: start it with --relay")
-    if any(way is not None and way.relay is not None for _, way, _ in met):
+    relayed = [one for one in met if one.way is not None and one.way.relay is not None]
+    if not all(one.is_client for one in relayed):
+        advice.append(
+            "a firewall lets connections to some ports out of this network only, or addresses of some peers are wrong"
+        )
+    if any(one.is_client for one in relayed):
         whose = "the other machines' routers" if is_place_known else "this machine's router"
         advice.append(
             f"{whose} stood in the way of a direct connection: an open port at either end, or IPv6 at both, would help"

@@ -157,10 +157,13 @@ class Openers:
         relays = list(dict.fromkeys([*([relay] if relay is not None else []), *self._pool.relays(for_bulk=True)]))
         try:
             return await self._relayed.open(relays, peer_id, hello, timeout_s / 2)
-        except Unavailable:
+        except Unavailable as error:
             if not self._book.addresses_of(peer_id):
                 raise
-            return await self._dial(peer_id, hello, deadline - loop.time())
+            try:
+                return await self._dial(peer_id, hello, deadline - loop.time())
+            except Unavailable as failure:
+                raise Unavailable(f"{error}; {failure}") from error
 
     async def _punch_or_relay(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
         loop = asyncio.get_running_loop()

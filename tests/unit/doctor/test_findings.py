@@ -194,6 +194,9 @@ def test_the_ways_to_the_peers_of_a_run_are_counted_and_what_would_help_is_told(
     found = findings.ways("r", [relayed._replace(carries_bulk=False)], 1, is_place_known=True)
     assert found.ok is None
     assert "that relay forwards no averages: start it with --relay" in found.advice
+    found = findings.ways("r", [relayed._replace(is_client=False)], 1, is_place_known=True)
+    assert "lets connections to some ports out of this network only, or addresses" in found.advice
+    assert "router" not in found.advice
     found = findings.ways("r", [Met(OTHER, None)], 1, is_place_known=True)
     assert found.ok is False
     assert found.detail == f"1 peer of run 'r': 1 not reached ({OTHER})"
