@@ -20,6 +20,10 @@ has said, or whose norm is   for the result, and the members
 more than ten times the      exchange again without it
 usual one (here,             (``count.py``)
 ``outsized``)
+as a reducer, sends means    those that find it complain, and do  the same, if the members exchange again; else
+that do not fit what it      not vote for the result; unless the  nothing: the verdict blames it
+tells of members' values     others hold it, the members
+(``allreduce/checks.py``)    exchange again without it
 sends other sizes, or for    its streams end, and it is lost      it is absent from the parts of the reducers that
 another round                                                     lacked its values: an accusation by each of them
 ===========================  ===================================  ====================================================
