@@ -25,8 +25,8 @@ NUM_SEEDS = {name: 20 if name == "rpc" else 1 for name in SCENARIOS}
 """`make sim` runs hundreds."""
 REPLAYED = ("dht", "training")
 """A scenario without torch and one with it, both short: seed 1 of each runs twice. `make sim` replays the others."""
-SLOW = ("averages", "local", "routers")
-"""Files of tests are about what these peers do; their scenarios take seconds for a seed."""
+SLOW = ("averages", "local")
+"""Their own files of tests have faults too, and these scenarios take seconds for a seed."""
 
 
 @pytest.fixture(autouse=True)
