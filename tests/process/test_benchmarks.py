@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
+import runpy
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +206,21 @@ def test_the_benchmark_of_data_reports_its_figures(tmp_path: Path) -> None:
         assert result["resident_mb_per_gb"] < 100
 
 
-def test_bad_arguments_are_one_line() -> None:
-    command = Command([str(BENCHMARKS / "allreduce.py"), "--systems", "manyhands,smoke-signals"], module=None)
-    try:
-        assert command.wait() == USAGE
-        assert "no system 'smoke-signals'" in command.output
-        assert len(command.output.splitlines()) == 1, command.output
-    finally:
-        command.close()
+def called(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
+    """The exit code of a script that refuses its arguments, and what it printed; it runs in this process."""
+    errors = io.StringIO()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with redirect_stdout(errors), redirect_stderr(errors), pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    return exit_.value.code, errors.getvalue()
+
+
+def test_bad_arguments_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output = called("allreduce.py", ["--systems", "manyhands,smoke-signals"], monkeypatch)
+    assert code == USAGE
+    assert "no system 'smoke-signals'" in output
+    assert len(output.splitlines()) == 1, output
 
 
 @pytest.mark.skipif(not IS_LINUX, reason="the benchmark counts memory and processes with /proc")
@@ -223,16 +233,15 @@ def test_bad_arguments_are_one_line() -> None:
         (["--link", "lan"], "'lan'"),
     ],
 )
-def test_bad_arguments_of_the_benchmark_of_a_collaboration_are_one_line(arguments: list[str], words: str) -> None:
+def test_bad_arguments_of_the_benchmark_of_a_collaboration_are_one_line(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "hivemind" in arguments and importlib.util.find_spec("hivemind") is not None:
         pytest.skip("hivemind is installed")
-    command = Command([str(BENCHMARKS / "collaboration.py"), *arguments], module=None)
-    try:
-        assert command.wait() == USAGE
-        assert words in command.output
-        assert len(command.output.splitlines()) == 1, command.output
-    finally:
-        command.close()
+    code, output = called("collaboration.py", arguments, monkeypatch)
+    assert code == USAGE
+    assert words in output
+    assert len(output.splitlines()) == 1, output
 
 
 @pytest.mark.sweep

@@ -23,6 +23,10 @@ from tests.sweeps import few_of
 
 NUM_SEEDS = {name: 20 if name == "rpc" else 1 for name in SCENARIOS}
 """`make sim` runs hundreds."""
+REPLAYED = ("dht", "training")
+"""A scenario without torch and one with it, both short: seed 1 of each runs twice. `make sim` replays the others."""
+SLOW = ("averages", "local")
+"""Their own files of tests have faults too, and these scenarios take seconds for a seed."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +39,14 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in SCENARIOS if name not in REPLAYED],
+)
 def test_scenarios_hold(name: str) -> None:
     outcomes = [run_seed(name, seed) for seed in range(1, 1 + NUM_SEEDS[name])]
     failed = [outcome.report() for outcome in outcomes if outcome.error]
     assert not failed, "\n" + "\n".join(failed)
-
-
-REPLAYED = ("dht", "training")
-"""A scenario without torch and one with it, both short: `make sim` replays the others."""
 
 
 @pytest.mark.parametrize("name", few_of([*REPLAYED, *sorted(set(SCENARIOS) - set(REPLAYED))], len(REPLAYED)))

@@ -71,21 +71,18 @@ def run_of(num_peers: int, *, killed: str = "", late: bool = False) -> tuple[dic
     return sizes, swarm.members
 
 
-def test_members_that_know_a_sample_come_when_the_leader_calls(num_parts: Counter[str]) -> None:
-    sizes, members = run_of(NUM_PEERS)
+def test_members_that_know_a_sample_come_when_the_leader_calls_and_a_newcomer_takes_part(
+    num_parts: Counter[str],
+) -> None:
+    sizes, members = run_of(NUM_PEERS, late=True)
     assert num_parts["of few"] > NUM_STEPS
     assert 1.0 <= statistics.median(sizes.values()) / TARGET < 1.35
+    newcomer = members.pop("late").optimizer
+    assert newcomer.global_step == NUM_STEPS
+    assert newcomer.statistics.rounds_committed >= 2
     for member in members.values():
         assert member.optimizer.statistics.rounds_committed >= NUM_STEPS - 1
         assert member.optimizer.statistics.samples_dropped == 0
-
-
-def test_a_newcomer_finds_its_place_from_a_sample_and_takes_part(num_parts: Counter[str]) -> None:
-    _, members = run_of(NUM_PEERS, late=True)
-    assert num_parts["of few"] > NUM_STEPS
-    newcomer = members["late"].optimizer
-    assert newcomer.global_step == NUM_STEPS
-    assert newcomer.statistics.rounds_committed >= 2
 
 
 def test_the_run_goes_on_when_a_peer_that_is_to_lead_has_died(num_parts: Counter[str]) -> None:

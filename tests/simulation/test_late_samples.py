@@ -274,7 +274,9 @@ def chance(seed: int) -> list[Fault]:
     return faults
 
 
-@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(None, marks=pytest.mark.long), "gradients"], ids=["synchronous", "delayed"]
+)
 @pytest.mark.parametrize("seed", few_of(range(12)))
 def test_after_any_faults_no_batch_has_counted_twice(seed: int, delay: str | None) -> None:
     swarm = Swarm(seed=seed)

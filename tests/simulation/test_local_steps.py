@@ -375,6 +375,7 @@ def test_a_peer_eight_times_slower_takes_part_in_each_step(steps: LocalSteps) ->
         assert member.optimizer.statistics.states_loaded <= 1
 
 
+@pytest.mark.long
 def test_a_peer_forty_times_faster_than_the_others_counts_in_each_step() -> None:
     """It goes up to forty times as far from the outer parameters, which is no fault."""
     swarm = Swarm(seed=11)
