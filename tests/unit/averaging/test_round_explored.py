@@ -300,7 +300,7 @@ def settled(world: World) -> World:
         (3, Faults(stuck=1)),
         (3, Faults(breaks=1, duplicates=1)),
         (3, Faults(deaths=1, departures=1, timeouts=1)),
-        (4, Faults(deaths=1)),
+        pytest.param(4, Faults(deaths=1), marks=pytest.mark.long),
         (3, Faults(unlike=3)),
         (4, Faults(unlike=2)),
     ],
