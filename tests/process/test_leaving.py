@@ -111,7 +111,7 @@ def test_a_trainer_stopped_before_the_training_says_so() -> None:
         trainer.wait_for("Others can join through this peer")  # it imports PyTorch meanwhile
         trainer.interrupt()
         assert trainer.wait() == INTERRUPTED, trainer.output
-        assert "Stopped before the training began" in trainer.output.splitlines()[-1]
+        assert "Stopped before the training began" in trainer.output.splitlines()[-1], trainer.output
 
 
 @pytest.mark.long

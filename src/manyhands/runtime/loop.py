@@ -71,7 +71,11 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coro.close()
             raise RuntimeError("a blocking call on the loop's own thread would wait for itself; await the coroutine")
-        future = self.submit(coro)
+        try:
+            future = self.submit(coro)
+        except BaseException:  # Ctrl-C just now, too: Python would warn that nobody has awaited the coroutine
+            coro.close()
+            raise
         try:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError as error:

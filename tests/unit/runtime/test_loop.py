@@ -114,6 +114,19 @@ def test_ctrl_c_cancels_what_is_waited_for(runtime: LoopThread, monkeypatch: pyt
     assert job.cancelled.wait(20.0)
 
 
+def test_ctrl_c_before_a_coroutine_was_handed_over_leaves_no_warning(
+    runtime: LoopThread, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def interrupted(coro: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtime, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run(Job()(), 1.0, "waiting")
+    gc.collect()
+    assert not list(recwarn), "nobody has awaited the coroutine, and nobody need know"
+
+
 def test_a_call_from_the_loop_itself_is_refused(runtime: LoopThread) -> None:
     async def call() -> None:
         with pytest.raises(RuntimeError, match="await the coroutine"):
