@@ -102,6 +102,12 @@ class Trainer:
     parameter: torch.nn.Parameter
 
 
+def says(manifest: RoundManifest, peer_id: str, contribution: int) -> bool:
+    """Whether a manifest has a member's samples as its weight; of more than the median, it may have less (ADR 45)."""
+    weight = manifest.weights[manifest.members.index(PeerId(peer_id))]
+    return weight == contribution or statistics.median(filter(None, manifest.weights)) <= weight < contribution
+
+
 @dataclass
 class Ledger:
     """Who committed what, in all rounds of a world."""
@@ -130,9 +136,7 @@ class Ledger:
         if group_id in mine:
             self.faults.append(f"{peer_id} applied {group_id.hex()} twice")
         mine.add(group_id)
-        counted = manifest.weights[manifest.members.index(peer_id)]
-        is_capped = counted < contribution and counted >= statistics.median(filter(None, manifest.weights))  # ADR 45
-        if counted != contribution and not is_capped:
+        if not says(manifest, peer_id, contribution):
             self.faults.append(f"{peer_id} gave {contribution} samples, and {group_id.hex()} says otherwise")
 
     def is_clean(self) -> bool:
