@@ -421,23 +421,23 @@ class Butterfly:
         for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
             averaged = scratch[: piece.stop - piece.start] if is_overwriting else self.averaged_N[piece]
             yield bytes_of(averaged)
-            if not is_finite(averaged):
+            if not (is_finite(averaged) if check is None else self._check_exact(rank, check, piece, averaged)):
                 raise self._invalid(rank, "are not finite")
             self._hashers[rank].update(bytes_of(averaged))
-            if check is not None:
-                self._check_exact(rank, check, piece, averaged)
             if is_overwriting:
-                self.averaged_N[piece] = averaged
+                self.averaged_N[piece].numpy()[:] = averaged.numpy()
 
-    def _check_exact(self, rank: int, check: SpanCheck, piece: slice, averaged: torch.Tensor) -> None:
-        """Count a piece of unencoded means, which may lie in several chunks."""
+    def _check_exact(self, rank: int, check: SpanCheck, piece: slice, averaged: torch.Tensor) -> bool:
+        """Count a piece of unencoded means, which may lie in several chunks; returns whether they are finite."""
+        are_finite = True
         chunks = self.partition.chunks[rank]
         number = (piece.start - chunks[0].start) // (chunks[0].stop - chunks[0].start)  # but the last, all are as long
         while number < len(chunks) and chunks[number].start < piece.stop:
             start, stop = max(piece.start, chunks[number].start), min(piece.stop, chunks[number].stop)
             own = self._flat_N[start:stop] if self._owes_values_to(rank) else None
-            check.add(number, start, averaged[start - piece.start : stop - piece.start], own)
+            are_finite &= check.add(number, start, averaged[start - piece.start : stop - piece.start], own)
             number += 1
+        return are_finite
 
     def _rooms_for_encoded(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
         means = self.partition.means

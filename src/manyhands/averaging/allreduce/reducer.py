@@ -22,7 +22,7 @@ from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
 
-BLOCK_NUMEL = 1 << 16
+BLOCK_NUMEL = 1 << 15
 """Unencoded values of a chunk are added up and multiplied in blocks of this size, while these are in the cache."""
 
 INLINE_NUMEL = 1 << 14
