@@ -232,7 +232,7 @@ class SpanReducer:
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
             self._norms.add(chunk, self._squares, received, values)
-            if self._means is None:
+            if self._means is None and not self._is_robust:
                 self._multiply(present, chunk, received, values, self._norms)
             for rank in spoilt:
                 self._norms.spoil(rank)
@@ -250,10 +250,8 @@ class SpanReducer:
         norms.add_products(self._products)
         num_done = self._num_multiplied
         if num_done < _numel(chunk):
-            rest, at = (
-                slice(chunk.start + num_done, chunk.stop),
-                self._plan.num_bytes(chunk.start, chunk.start + num_done),
-            )
+            rest = slice(chunk.start + num_done, chunk.stop)
+            at = self._plan.num_bytes(chunk.start, rest.start)
             shares = shares_of(self._weights, self._scales, present)
             some = {rank: got[at:] for rank, got in received.items()}
             norms.multiply(rest, self._averaged_N[rest], shares, some, own[num_done:])
