@@ -194,7 +194,7 @@ def test_honest_reducers_are_never_complained_of(codec: Codec, seed: int) -> Non
         min_span_numel=rng.choice([1, 100, 2000]),
     )  # fmt: skip
     group = clipped(group, [rng.choice([1.0, 1.0, rng.uniform(0.01, 1.0)]) for _ in weights])
-    group = msgspec.structs.replace(group, chunk_numel=rng.choice([50, 500, 1 << 20]))
+    group = msgspec.structs.replace(group, chunk_numel=rng.choice([300, 1000, 1 << 20]))
     world = World(group, plan, feeds_back=codec is not NONE and rng.random() < 0.5)
     for _ in range(3):
         common, kind = randn(plan.numel, rng.randrange(1 << 30)), rng.choice(KINDS)
