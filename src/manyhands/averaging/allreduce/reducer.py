@@ -15,15 +15,12 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.centered_clip import ENOUGH, centered_clip
 from manyhands.averaging.allreduce.checks import products_with
 from manyhands.averaging.allreduce.norms import Norms
-from manyhands.averaging.allreduce.partition import Partition, chunks_of
+from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
-
-BLOCK_NUMEL = 1 << 15
-"""Unencoded values of a chunk are added up and multiplied in blocks of this size, while these are in the cache."""
 
 INLINE_NUMEL = 1 << 14
 """Below this number of elements, the work takes less time than a switch to another thread."""
@@ -317,13 +314,15 @@ class SpanReducer:
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
-        if self._is_exact and not is_robust:
-            self._add_up_blocks(shares, own, received, chunk)
-            return
         self._add_up(shares, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
         if is_robust:
             self._clip_centered(present, own, received, chunk)
-        if not self._is_exact:
+        if self._is_exact:
+            if self._norms is not None and not self._is_robust:
+                given = {rank: own if rank == self._rank else received[rank].view(own.dtype) for rank in present}
+                self._products = products_with(plan, chunk.start, self._averaged_N[chunk], shares, given)
+                self._num_multiplied = _numel(chunk)
+        else:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
@@ -347,21 +346,6 @@ class SpanReducer:
         for gap in self._plan.uncompared(chunk):
             values[:, gap] = mean[gap]
         mean.copy_(centered_clip(values, [self._weights[rank] for rank in present]))
-
-    def _add_up_blocks(
-        self, shares: Mapping[int, Share], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
-    ) -> None:
-        """Write the mean of unencoded values, block by block, and multiply each with it while it is in the cache."""
-        self._products = dict.fromkeys(shares, 0.0)
-        given = {rank: own if rank == self._rank else received[rank].view(own.dtype) for rank in shares}
-        for block in chunks_of(chunk, BLOCK_NUMEL):
-            place = slice(block.start - chunk.start, block.stop - chunk.start)
-            values = {rank: of_rank[place] for rank, of_rank in given.items()}
-            self._add_up(shares, own[place], {rank: some.view(torch.uint8) for rank, some in values.items()}, block)
-            if self._norms is not None:
-                products = products_with(self._plan, block.start, self._averaged_N[block], shares, values)
-                self._products = {rank: self._products[rank] + product for rank, product in products.items()}
-        self._num_multiplied = _numel(chunk)
 
     def _room_of(self, encoded: torch.Tensor) -> int:
         """The index of the room in which a chunk was received."""

@@ -28,7 +28,7 @@ from manyhands.averaging.codecs.kernels import kernel
 from manyhands.base.errors import ManyhandsError
 
 FLOAT_BYTES = 4
-PRODUCT_NUMEL = 4096
+PRODUCT_NUMEL = 8192
 """Values in one dot product of :func:`product_of`: so few that BLAS computes it on the calling thread."""
 
 
