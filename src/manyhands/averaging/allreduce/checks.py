@@ -21,7 +21,7 @@ of this. Codecs whose contributions are passed on need none of it, as all member
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,15 +42,12 @@ OTHER_VALUES = "do not fit the values that this peer has sent"
 NO_MEANS = "are not the means of the members' values"
 
 
-def products_with(
-    plan: Plan, start: int, mean: torch.Tensor, shares: Mapping[int, Share], values: Mapping[int, torch.Tensor]
-) -> dict[int, float]:
-    """The products of members' values with a part of the mean, from ``start`` on, times their shares; all by rank."""
-    products = dict.fromkeys(values, 0.0)
-    for run, segment in plan.compared(start, start + mean.numel()):
-        for rank, of_rank in values.items():
-            products[rank] += shares[rank].of(segment, is_largest=False) * product_of(mean[run], of_rank[run])
-    return products
+def product_with(plan: Plan, start: int, mean: torch.Tensor, share: Share, values: torch.Tensor) -> float:
+    """The product of a member's values with a part of the mean, from ``start`` on, times its share."""
+    return math.fsum(
+        share.of(segment, is_largest=False) * product_of(mean[run], values[run])
+        for run, segment in plan.compared(start, start + mean.numel())
+    )
 
 
 class Told(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from manyhands.averaging.allreduce.checks import LARGEST_FLOAT32, Told, products_with
+from manyhands.averaging.allreduce.checks import LARGEST_FLOAT32, Told, product_with
 from manyhands.averaging.codecs import Plan, Share, square_of
 
 
@@ -61,12 +61,12 @@ class Norms:
             mean: as all members decode it.
             shares: of each contributor, by rank.
         """
-        for rank in shares:  # so that one chunk at a time is decoded
+        for rank, share in shares.items():
             values = self._values(received.get(rank, own), chunk)
-            self.add_products(products_with(self._plan, chunk.start, mean, {rank: shares[rank]}, {rank: values}))
+            self._products[rank] += product_with(self._plan, chunk.start, mean, share, values)
 
     def add_products(self, products: Mapping[int, float]) -> None:
-        """Add products that are known, by rank; see :func:`products_with`."""
+        """Add products that are known, by rank, times the shares."""
         for rank, product in products.items():
             self._products[rank] += product
 

@@ -13,7 +13,6 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.centered_clip import ENOUGH, centered_clip
-from manyhands.averaging.allreduce.checks import products_with
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
@@ -92,7 +91,7 @@ class SpanReducer:
         self._norms = norms
         self._is_robust = is_robust
         self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values
-        self._products: dict[int, float] = {}  # by rank, of the first values of the last chunk; see products_with
+        self._products: dict[int, float] = {}  # by rank, of the first values of the last chunk, times shares
         self._num_multiplied = 0  # so many first values
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
@@ -317,12 +316,7 @@ class SpanReducer:
         self._add_up(shares, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
         if is_robust:
             self._clip_centered(present, own, received, chunk)
-        if self._is_exact:
-            if self._norms is not None and not self._is_robust:
-                given = {rank: own if rank == self._rank else received[rank].view(own.dtype) for rank in present}
-                self._products = products_with(plan, chunk.start, self._averaged_N[chunk], shares, given)
-                self._num_multiplied = _numel(chunk)
-        else:
+        if not self._is_exact:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
