@@ -256,35 +256,35 @@ class _Examiner:
 
     async def _look_for_run(self, joined: Collection[PeerId]) -> None:
         began = asyncio.get_running_loop().time()
-        runs: list[Run] = []
+        run: Run | None = None
         try:
             async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
-                finding = await self._found_run(joined, runs)
+                finding, run = await self._found_run(joined)
         except (Unavailable, PeerError) as error:
             finding = findings.no_runs_seen(error)
         self._note("run", finding, None, began)
-        await self._meet(next((run for run in runs if self._examination.run_id in (None, run.run_id)), None))
+        await self._meet(run)
 
-    async def _found_run(self, joined: Collection[PeerId], runs: list[Run]) -> Finding:
-        """The finding about the run; the runs whose peers can be seen are added to ``runs``."""
+    async def _found_run(self, joined: Collection[PeerId]) -> tuple[Finding, Run | None]:
+        """The finding about the run, and the run if its peers can be seen; without a name, the first one."""
         dht = self._presence.dht
         run_id = self._examination.run_id
         if run_id is None:
-            runs += await find_runs(dht)
-            return findings.runs_seen(runs)
+            runs = await find_runs(dht)
+            return findings.runs_seen(runs), next(iter(runs), None)
         wanted = self._examination.charter
         named = await read_charters(dht, run_id, publishers=joined, digest=wanted)
         charter = named[0].charter if named else None
         if wanted and charter is None:
-            return findings.charter_not_there(run_id, has_another=await has_charter_records(dht, run_id))
+            return findings.charter_not_there(run_id, has_another=await has_charter_records(dht, run_id)), None
         if charter is not None and not charter.is_open:
-            return findings.is_by_invitation(run_id, has_ticket=bool(wanted))
+            return findings.is_by_invitation(run_id, has_ticket=bool(wanted)), None
         digest = self._examination.digest or (charter.charter.manifest if charter is not None else b"")
-        runs += await find_runs(dht, run_id, {run_id: digest})
+        runs = await find_runs(dht, run_id, {run_id: digest})
         run = next((run for run in runs if run.run_id == run_id), None)
         if run is None:
-            return findings.run_not_there(nobody_is_in(run_id, dht.num_known_peers, runs))
-        return findings.run_is_there(run, is_expected=bool(digest))
+            return findings.run_not_there(nobody_is_in(run_id, dht.num_known_peers, runs)), None
+        return findings.run_is_there(run, is_expected=bool(digest)), run
 
     async def _meet(self, run: Run | None) -> None:
         """Connect to peers of a run, and find out how: as a peer on this machine would that nobody can dial."""
