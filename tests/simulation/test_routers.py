@@ -20,6 +20,7 @@ from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+LATENCY_S = 0.03
 WIDTH = 200
 STEPS = 8
 LAST_STEP = 30
@@ -45,7 +46,7 @@ def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
     one: str, other: str, is_punched: bool
 ) -> None:
     world = World(1)
-    world.network.default_link.latency_s = 0.03
+    world.network.default_link.latency_s = LATENCY_S
     endpoints: dict[str, Endpoint] = {}
     came: dict[str, float] = {}
     ways: dict[tuple[str, PeerId], Way | None] = {}
@@ -91,6 +92,7 @@ def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
     assert came["relayed"] < 1.0
     if is_punched:
         assert came["punched"] < 2.0, "within 2 s of the first need"
+        assert came["punched"] - came["relayed"] < 6 * 2 * LATENCY_S, "two of these through the relay, to agree on it"
 
 
 def sent_by(swarm: Swarm) -> dict[str, int]:

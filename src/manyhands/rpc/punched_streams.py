@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -199,7 +200,8 @@ class PunchedStreams:
             port = self._port()
         except Unavailable as error:
             raise Refused(remote, "no_places", str(error)) from error
-        delay_s = min(connection.shortest_rtt_s / 2, CONNECT_TIMEOUT_S / 2)
+        rtt_s = connection.shortest_rtt_s  # unknown just after the first hello: what comes too early is sent again
+        delay_s = min(rtt_s / 2, CONNECT_TIMEOUT_S / 2) if math.isfinite(rtt_s) else 0.0
         self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
         return PunchResponse(self._places_from(port))
 

@@ -278,6 +278,10 @@ class SimTransport(RelayedInProcess):
         self._network.meet(attempt)
         try:
             await asyncio.wait([attempt.arrived], timeout=timeout_s)
+        except asyncio.CancelledError:
+            if not attempt.arrived.cancel():  # it has arrived just now
+                attempt.arrived.result().abort()
+            raise
         finally:
             self._network.give_up(attempt)
         if attempt.arrived.cancel():
