@@ -371,6 +371,7 @@ async def test_a_peer_averages_once_under_a_run_id() -> None:
         ({"auxiliary": "no"}, "auxiliary='no' must be True or False"),
         ({"averaging": {"codec": "int8"}}, "averaging=.* must be made by manyhands.AveragingConfig"),
         ({"averaging": None, "matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a finite number above 0"),
+        ({"averaging": AveragingConfig(aggregate="centered_clip")}, "an Averager takes the mean, not aggregate="),
         ({"tensors": torch.nn.Linear(2, 2)}, r"tensors is of type Linear; give tensors, such as model\.parameters"),
     ],
 )

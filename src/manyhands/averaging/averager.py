@@ -13,7 +13,7 @@ import torch
 
 from manyhands.averaging.averager_loop import CLOSED, AveragerLoop
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.config import AveragingConfig, averaging_of
+from manyhands.averaging.config import CENTERED_CLIP, AveragingConfig, averaging_of
 from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.state.content import LoadedState
@@ -117,6 +117,8 @@ class Averager(FromHivemind):
         self._is_closed = False
         self._is_stepping = threading.Lock()
         config = averaging_of(averaging, matchmaking_time_s=matchmaking_time_s)
+        if config.aggregate == CENTERED_CLIP:
+            raise ConfigError(f"an Averager takes the mean, not aggregate={CENTERED_CLIP!r}: leave aggregate out")
         prepare_kernels(self._tensors.numel, config.codec)
         self._averager_loop = AveragerLoop(peer.presence, run_id, self._tensors, config)
         peer.run(self._averager_loop.start(), RECORD_S, "joining the averaging")
