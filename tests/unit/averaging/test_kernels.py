@@ -14,6 +14,7 @@ import torch
 from manyhands.averaging.codecs import (
     FP16,
     INT8,
+    NONE,
     BadEncoding,
     Codec,
     NotFinite,
@@ -29,6 +30,8 @@ from manyhands.averaging.codecs import (
 CODECS = pytest.mark.parametrize("codec", [INT8, FP16], ids=lambda codec: codec.name)
 NUMEL = 3 * 65_536 + 216 * 5 + 100
 """Whole units of both codecs, and some values that are left to torch."""
+UNENCODED_ROW = 1056
+"""Values that the kernels process at a time where they are not encoded."""
 NOTHING = torch.empty(0)
 ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large": 1e36}
 
@@ -61,13 +64,14 @@ def add(codec: Codec, data: torch.Tensor, weight: float, total_N: torch.Tensor, 
     plan.add(data, 0, Share(weight, weight), total_N, is_first=is_first, is_largest=False)
 
 
-def test_kernels_of_int8_and_fp16_are_compiled_and_used() -> None:
-    for codec in (INT8, FP16):
-        for name in ("encode", "decode", "average"):
-            assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
+def test_kernels_are_compiled_and_used() -> None:
+    for codec in (INT8, FP16, NONE):
+        for name in ("encode", "decode", "average", "decode_beside"):
+            has_kernel = kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
+            assert has_kernel == (codec is not NONE or name not in ("encode", "decode"))  # a copy is left to torch
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16"])
+@pytest.mark.parametrize("codec", ["int8", "fp16", "none"])
 def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str) -> None:
     """Else Numba would go on with what it compiled before, also after an upgrade."""
     folder = Path(kernels.__file__).parent
@@ -85,7 +89,7 @@ def test_vectors_of_small_models_are_encoded_without_kernels(monkeypatch: pytest
 def test_a_codec_without_kernels_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
     monkeypatch.setattr(kernels, "_load", lambda codec: pytest.fail(f"{codec} is loaded"))
-    for codec in ("none", "bf16", "int4"):
+    for codec in ("bf16", "int4"):
         kernels.prepare(kernels.MIN_NUMEL, codec)
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
 
@@ -197,7 +201,7 @@ def test_averaging_in_one_pass_gives_the_same_bits(codec: Codec, own_place: int 
     assert (sums[:, 1] / 2).tolist() == pytest.approx(products, rel=1e-3, abs=1e-3 * float(mean_N.norm()))
 
 
-@CODECS
+@pytest.mark.parametrize("codec", [INT8, FP16, NONE], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("numel", [NUMEL, 100])
 @pytest.mark.parametrize("is_unusual", [False, True])
@@ -256,6 +260,54 @@ def test_values_below_an_unfinished_in_place_mean_are_kept(codec: Codec, is_own:
     assert 0 < done < NUMEL
     assert torch.equal(kept_N[:done], own_N[:done])
     assert torch.equal(in_place_N[done:], own_N[done:])
+
+
+WHOLE = NUMEL // UNENCODED_ROW * UNENCODED_ROW
+
+
+@pytest.mark.parametrize("own_place", [0, 1, 2, None], ids=str)
+def test_unencoded_values_are_averaged_in_one_pass(own_place: int | None) -> None:
+    given, weights = [values(scale) for scale in (1.0, 0.1, 5.0)], [0.2, 0.5, 0.3]
+    rooms = torch.zeros(6, NONE.num_bytes(NUMEL), dtype=torch.uint8)
+    which = [-1 if number == own_place else 5 - 2 * number for number in range(3)]
+    for values_N, room in zip(given, which, strict=True):
+        if room >= 0:
+            NONE.encode(values_N, rooms[room])
+    expected_N = given[0] * weights[0]
+    for values_N, weight in zip(given[1:], weights[1:], strict=True):
+        expected_N += values_N * weight
+
+    own_N, mean_N = given[own_place or 0], torch.full((NUMEL,), math.nan)
+    sums = np.zeros((3, 2))
+    assert NONE.average(own_N, NOTHING, rooms, which, weights, mean_N, mean_N.view(torch.uint8), sums) == WHOLE
+    assert torch.equal(mean_N[:WHOLE], expected_N[:WHOLE])
+    kept_N, in_place_N = torch.full((NUMEL,), math.nan), own_N.clone()
+    encoded_N = in_place_N.view(torch.uint8)
+    assert NONE.average(in_place_N, kept_N, rooms, which, weights, in_place_N, encoded_N, sums) == WHOLE
+    assert torch.equal(in_place_N[:WHOLE], expected_N[:WHOLE])
+    assert torch.equal(in_place_N[WHOLE:], own_N[WHOLE:])
+    assert torch.equal(kept_N[:WHOLE], own_N[:WHOLE])
+    whole = [values_N[:WHOLE] for values_N in given]
+    assert (sums[:, 0] / 2).tolist() == pytest.approx(list(map(square_of, whole)), rel=1e-4)
+    products = [product_of(expected_N[:WHOLE], values_N) for values_N in whole]
+    assert (sums[:, 1] / 2).tolist() == pytest.approx(products, rel=1e-4, abs=1e-2 * float(mean_N[:WHOLE].norm()))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e38])
+def test_averaging_of_unencoded_values_stops_at_one_that_is_not_finite(is_own: bool, bad: float) -> None:
+    """Or one whose square is not."""
+    own_N, other_N = values(), values(2.0)
+    (own_N if is_own else other_N)[70_000] = bad
+    kept_N, in_place_N = torch.full((NUMEL,), math.nan), own_N.clone()
+    rooms = other_N.view(torch.uint8).unsqueeze(0)
+    sums = np.zeros((2, 2))
+    encoded_N = in_place_N.view(torch.uint8)
+    done = NONE.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, encoded_N, sums)
+    assert done == 70_000 // UNENCODED_ROW * UNENCODED_ROW
+    torch.testing.assert_close(in_place_N[done:], own_N[done:], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(kept_N[:done], own_N[:done])
+    assert sums[:, 0].tolist() == pytest.approx([square_of(other_N[:done]), square_of(own_N[:done])], rel=1e-4)
 
 
 @CODECS

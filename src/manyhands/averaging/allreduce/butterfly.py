@@ -414,49 +414,45 @@ class Butterfly:
         self._told[rank] = presents
 
     def _rooms_for_exact(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
-        is_overwriting = check is not None and self._owes_values_to(rank) and self._is_in_place
-        scratch = torch.empty(
-            min(PIECE_NUMEL, self.partition.numel[rank]) if is_overwriting else 0, dtype=self._plan.dtype
-        )
-        for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
-            averaged = scratch[: piece.stop - piece.start] if is_overwriting else self.averaged_N[piece]
-            yield bytes_of(averaged)
-            if not (is_finite(averaged) if check is None else self._check_exact(rank, check, piece, averaged)):
-                raise self._invalid(rank, "are not finite")
-            self._hashers[rank].update(bytes_of(averaged))
-            if is_overwriting:
-                self.averaged_N[piece].numpy()[:] = averaged.numpy()
-
-    def _check_exact(self, rank: int, check: SpanCheck, piece: slice, averaged: torch.Tensor) -> bool:
-        """Count a piece of unencoded means, which may lie in several chunks; returns whether they are finite."""
-        are_finite = True
-        chunks = self.partition.chunks[rank]
-        number = (piece.start - chunks[0].start) // (chunks[0].stop - chunks[0].start)  # but the last, all are as long
-        while number < len(chunks) and chunks[number].start < piece.stop:
-            start, stop = max(piece.start, chunks[number].start), min(piece.stop, chunks[number].stop)
-            own = self._flat_N[start:stop] if self._owes_values_to(rank) else None
-            are_finite &= check.add(number, start, averaged[start - piece.start : stop - piece.start], own)
-            number += 1
-        return are_finite
+        if check is None:
+            for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
+                averaged = self.averaged_N[piece]
+                yield bytes_of(averaged)
+                if not is_finite(averaged):
+                    raise self._invalid(rank, "are not finite")
+                self._hashers[rank].update(bytes_of(averaged))
+            return
+        # the values that these means overwrite are still to be compared with them
+        scratch = torch.empty(min(PIECE_NUMEL, self.partition.numel[rank]), dtype=self._plan.dtype).view(torch.uint8)
+        for number, chunk in enumerate(self.partition.chunks[rank]):
+            for piece in chunks_of(chunk, PIECE_NUMEL):
+                encoded = scratch[: self._plan.num_bytes(piece.start, piece.stop)]
+                yield bytes_of(encoded)
+                self._decode_and_check(rank, number, piece, check, encoded)
+                self._hashers[rank].update(bytes_of(encoded))
 
     def _rooms_for_encoded(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
         means = self.partition.means
         for number, (chunk, encoded) in enumerate(self._encoded_chunks(rank)):
             yield bytes_of(encoded)
             if check is not None:
-                self._decode_and_check(rank, number, check, encoded)
+                self._decode_and_check(rank, number, chunk, check, encoded)
             else:
                 means.decode(encoded, chunk.start, self.averaged_N[chunk])
             if isinstance(means, Gathered):
                 self._check_passed_on(rank, chunk, means.slots(encoded))
             self._hashers[rank].update(bytes_of(encoded))
 
-    def _decode_and_check(self, rank: int, number: int, check: SpanCheck, encoded: torch.Tensor) -> None:
-        """Decode a chunk of means and count it for the check, before it overwrites this member's values."""
-        plan, chunk = self._plan, self.partition.chunks[rank][number]
-        averaged = self.averaged_N[chunk]
-        own = self._as_sent(rank, chunk) if self._owes_values_to(rank) else None
-        runs = plan.compared(chunk.start, chunk.stop)
+    def _decode_and_check(self, rank: int, number: int, part: slice, check: SpanCheck, encoded: torch.Tensor) -> None:
+        """Decode means, and count them for the check, before they overwrite this member's values.
+
+        Args:
+            number: of the chunk in which they lie.
+            part: of the vector.
+        """
+        plan, averaged = self._plan, self.averaged_N[part]
+        own = self._as_sent(rank, part) if self._owes_values_to(rank) else None
+        runs = plan.compared(part.start, part.stop)
         if own is not None and len(runs) == 1 and runs[0][0] == slice(0, len(averaged)):
             segment = runs[0][1]
             product, square, own_square = segment.codec.decode_beside(encoded, averaged, own)
@@ -464,8 +460,8 @@ class Butterfly:
             return
         if own is not None and self._is_in_place:
             own = own.clone()
-        plan.decode(encoded, chunk.start, averaged)
-        check.add(number, chunk.start, averaged, own)
+        plan.decode(encoded, part.start, averaged)
+        check.add(number, part.start, averaged, own)
 
     @property
     def _is_in_place(self) -> bool:
@@ -477,8 +473,13 @@ class Butterfly:
         return SpanCheck(self._plan, self._rank, self._weights, self.partition.scales, num_chunks, error)
 
     def _as_sent(self, reducer: int, chunk: slice) -> torch.Tensor:
-        """This member's values of a chunk as its reducer has decoded them; nearly so with a codec of small errors."""
+        """This member's values of a chunk as its reducer has decoded them; nearly so with a codec of small errors.
+
+        Of values that are not encoded it may be a part of a chunk.
+        """
         values, plan = self._flat_N[chunk], self._plan
+        if self.partition.is_exact:
+            return values
         if self._feedback is not None:
             if (sent := self._feedback.as_sent(values, chunk.start)) is None:
                 raise self._invalid(reducer, "came before the values", "the means of ")

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from manyhands.averaging.codecs import Plan, Segment, Share, is_finite, product_of, shares_of, square_of
+from manyhands.averaging.codecs import Plan, Segment, Share, product_of, shares_of, square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 ROUNDING = 1e-4
@@ -84,25 +84,18 @@ class SpanCheck:
         self._own_square = 0.0
         self._products = [[0.0, 0.0] for _ in range(num_chunks)]  # of values that are not scaled down, and of others
 
-    def add(self, number: int, start: int, mean: torch.Tensor, own: torch.Tensor | None) -> bool:
+    def add(self, number: int, start: int, mean: torch.Tensor, own: torch.Tensor | None) -> None:
         """Count a part of the means, from ``start`` on, which lies in the chunk of this number.
 
         Args:
             own: this member's values as they were sent; None if it contributes nothing.
-        Returns:
-            Whether all of them are finite.
         """
-        numel = mean.numel()
-        for run, segment in self._plan.compared(start, start + numel):
+        for run, segment in self._plan.compared(start, start + mean.numel()):
             some = mean[run]
             product = own_square = 0.0
             if own is not None:
                 product, own_square = product_of(some, own[run]), square_of(own[run])
-            square = square_of(some)
-            self.count(number, segment, some.numel(), product, square, own_square)
-            if some.numel() == numel:
-                return math.isfinite(square)
-        return is_finite(mean)
+            self.count(number, segment, some.numel(), product, square_of(some), own_square)
 
     def count(
         self, number: int, segment: Segment, numel: int, product: float, square: float, own_square: float

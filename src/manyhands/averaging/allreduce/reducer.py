@@ -294,7 +294,7 @@ class SpanReducer:
         sums = np.zeros((len(present), 2))
         shares = shares_of(self._weights, self._scales, present)
         is_robust = self._is_robust and len(present) >= ENOUGH
-        is_plain = not (self._is_exact or is_robust) and self._feedback is None
+        is_plain = not is_robust and self._feedback is None
         parts = plan.cut(chunk.start, chunk.stop) if is_plain else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]

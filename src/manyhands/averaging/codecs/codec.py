@@ -159,6 +159,8 @@ class Codec(abc.ABC):
         if run is not None and whole_encoded.numel() == self.num_bytes(numel):
             own = own_N[:numel].detach().numpy()
             done = self.piece_numel * int(run(whole_N.numpy(), whole_encoded.numpy(), own, sums))
+        if done == out_N.numel():
+            return tuple(map(float, sums))
         rest_N, kept_N = out_N[done:], own_N[done:].clone()
         self.decode(encoded[self.num_bytes(done) :], rest_N)
         rest = product_of(rest_N, kept_N), square_of(rest_N), square_of(kept_N)

@@ -27,7 +27,7 @@ MIN_NUMEL = 1 << 22
 """With fewer values the kernels save at most 7 to 15 ms of CPU in a round, and Numba would cost each process a second
 at its start and 90 MB for good (docs/adr/0050)."""
 
-CODECS = ("int8", "fp16")
+CODECS = ("int8", "fp16", "none")
 
 _modules: dict[str, ModuleType | None] = {}
 
@@ -59,12 +59,12 @@ def _load(codec: str) -> ModuleType | None:
 
 
 def kernel(codec: str, name: str, values_N: torch.Tensor, encoded: torch.Tensor) -> Callable[..., Any] | None:
-    """A codec's kernel for these values. None if none is loaded, or they are not aligned float32 on the CPU."""
+    """A codec's kernel for these values. None if there is none, or they are not aligned float32 on the CPU."""
     loaded = _modules.get(codec)
     if loaded is None or values_N.dtype != torch.float32:
         return None
     tensors = (values_N, encoded)
     if not all(one.device.type == "cpu" and one.is_contiguous() and one.data_ptr() % 4 == 0 for one in tensors):
         return None
-    found: Callable[..., Any] = getattr(loaded, name)
+    found: Callable[..., Any] | None = getattr(loaded, name, None)
     return found

@@ -133,11 +133,14 @@ def decode_beside(values: Floats, packed: Bytes, own: Floats, sums: Any) -> int:
             break
         for i in range(ROW_NUMEL):
             decoded[i] = np.float32(packed[place + i]) * scale + bias
-        product, square, own_square = 0.0, 0.0, 0.0
+        product, square, own_square = np.float32(0), np.float32(0), np.float32(0)
         for i in range(ROW_NUMEL):
-            product = add_in_any_order(product, np.float64(decoded[i]) * own[start + i])
-            square = add_in_any_order(square, np.float64(decoded[i]) * decoded[i])
-            own_square = add_in_any_order(own_square, np.float64(own[start + i]) * own[start + i])
+            product = add_in_any_order(product, decoded[i] * own[start + i])
+            square = add_in_any_order(square, decoded[i] * decoded[i])
+            own_square = add_in_any_order(own_square, own[start + i] * own[start + i])
+        if not np.isfinite(square + own_square):
+            num_done = row
+            break
         sums[0] += product
         sums[1] += square
         sums[2] += own_square
@@ -164,7 +167,7 @@ def average(
     not averaged still hold them.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
-    mine, added = np.empty(ROW_NUMEL, np.float32), np.empty(which.size)
+    mine, values, added = np.empty(ROW_NUMEL, np.float32), np.empty(ROW_NUMEL, np.float32), np.empty(which.size)
     num_rows = mean.size // ROW_NUMEL
     num_done = num_rows
     for row in range(num_rows):
@@ -176,26 +179,25 @@ def average(
         for i in range(ROW_NUMEL):
             mine[i] = own[start + i]
         for number in range(which.size):
-            room, weight, square = which[number], weights[number], 0.0
+            room, weight, square = which[number], weights[number], np.float32(0)
             if room < 0:
                 for i in range(ROW_NUMEL):
-                    square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
-                added[number] = square
+                    values[i] = mine[i]
+            else:
+                scale, bias = room_headers[room, header], room_headers[room, header + 1]
+                is_ordinary &= _is_ordinary(scale, bias)
                 for i in range(ROW_NUMEL):
-                    value = mine[i] * weight
-                    mean[start + i] = mean[start + i] + value if number else value
-                continue
-            scale, bias = room_headers[room, header], room_headers[room, header + 1]
-            if not _is_ordinary(scale, bias):
-                is_ordinary = False
-                break
+                    values[i] = np.float32(rooms[room, place + i]) * scale + bias
             for i in range(ROW_NUMEL):
-                value = np.float32(rooms[room, place + i]) * scale + bias
-                square = add_in_any_order(square, np.float64(value) * value)
+                square = add_in_any_order(square, values[i] * values[i])
             added[number] = square
-            for i in range(ROW_NUMEL):
-                value = (np.float32(rooms[room, place + i]) * scale + bias) * weight
-                mean[start + i] = mean[start + i] + value if number else value
+            is_ordinary &= np.isfinite(square)
+            if number:
+                for i in range(ROW_NUMEL):
+                    mean[start + i] += values[i] * weight
+            else:
+                for i in range(ROW_NUMEL):
+                    mean[start + i] = values[i] * weight
         if not is_ordinary or not _quantize_row(mean, bits, row, packed, headers):
             for i in range(ROW_NUMEL):
                 mean[start + i] = mine[i]
@@ -205,15 +207,15 @@ def average(
         for i in range(ROW_NUMEL):
             mean[start + i] = np.float32(packed[place + i]) * scale + bias
         for number in range(which.size):
-            room, product = which[number], 0.0
+            room, product = which[number], np.float32(0)
             if room < 0:
                 for i in range(ROW_NUMEL):
-                    product = add_in_any_order(product, np.float64(mine[i]) * mean[start + i])
+                    product = add_in_any_order(product, mine[i] * mean[start + i])
             else:
                 scale, bias = room_headers[room, header], room_headers[room, header + 1]
                 for i in range(ROW_NUMEL):
                     value = np.float32(rooms[room, place + i]) * scale + bias
-                    product = add_in_any_order(product, np.float64(value) * mean[start + i])
+                    product = add_in_any_order(product, value * mean[start + i])
             sums[number, 0] += added[number]
             sums[number, 1] += product
     after_writes_past_cache()
