@@ -44,8 +44,8 @@ from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
+from manyhands.testing.lies import lie_about_means
 from manyhands.transport.passing import PassingStream
-from tests.liars import lie_about_means
 from tests.phases import (
     Average,
     Connect,
