@@ -206,6 +206,7 @@ def test_a_reducer_that_lies_to_all_changes_no_step(
         assert counts.rounds_committed == NUM_STEPS
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
         assert losses[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert swarm.members[name].optimizer.is_member
         roster = swarm.members[name].optimizer._collaboration.local.roster
         assert swarm.members["liar"].peer.peer_id not in roster.members
     named = f"the means of peer {swarm.members['liar'].peer.peer_id} are not the means"
