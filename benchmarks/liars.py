@@ -1,6 +1,6 @@
 """What liars do to a small model, by attack and by how the members' values become one. No network, no time.
 
-    python benchmarks/liars.py [--quick] [--attack TEXT] [--json FILE]
+    python benchmarks/liars.py [--quick] [--attack TEXT] [--seeds N] [--json FILE]
 
 Four, eight or 16 peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
 library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster are applied, as in a round of an open run:
@@ -23,23 +23,24 @@ reducer 90%        the same, but only the smallest 90% of the values are reverse
 A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with chunks of 1,000 values; "before" is the
 mean with weights of up to 100 times the median for everybody (docs/adr/0018), and "unchecked" is "clip" without the
 checks of reducers (docs/adr/0051). Both are shown only where they differ. Printed for each row: the loss on held-out
-samples at the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent). JSON: a
-list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss}`. At last the table of the
-docs, and what a reducer pays for centered clipping: the time of one core for a million values, in chunks of the default
-size.
+samples at the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent); with
+several seeds, the medians, and the lowest and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence,
+heldout_loss, clean_loss, absent_loss, lowest_loss, highest_loss}`. At last the table of the docs, and what a reducer
+pays for centered clipping: the time of one core for a million values, in chunks of the default size.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _command_line import Parser, json_path, run, write_json
+from _command_line import Parser, json_path, positive_int, run, write_json
 
 from manyhands.averaging.allreduce.centered_clip import centered_clip
 from manyhands.averaging.allreduce.checks import SpanCheck, Told
@@ -56,6 +57,7 @@ CHUNK_NUMEL = 1000
 DEVIATIONS = 1.5
 NUM_HELD_OUT = 2000
 NUM_STEPS, NUM_STEPS_QUICK = 300, 60
+FIRST_SEED = 7
 ANYBODY = limits.MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 
 Vectors = Sequence[torch.Tensor]
@@ -177,11 +179,11 @@ def reduced(
 
 
 def trained(
-    num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer_name: str, num_steps: int
+    seed: int, num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer_name: str, num_steps: int
 ) -> float:
     """Train, and return the loss on held-out samples; the liars are the last peers."""
-    generator = torch.Generator().manual_seed(7)
-    torch.manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     centers = APART * torch.randn(NUM_CLASSES, NUM_INPUTS, generator=generator)
     model = torch.nn.Sequential(torch.nn.Linear(NUM_INPUTS, 64), torch.nn.ReLU(), torch.nn.Linear(64, NUM_CLASSES))
     parameters = list(model.parameters())
@@ -257,34 +259,44 @@ def trained(
         return float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
 
 
-def rows(num_steps: int, wanted: str) -> list[dict[str, Any]]:
+def rows(num_steps: int, wanted: str, num_seeds: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    train = functools.cache(functools.partial(trained, num_steps=num_steps))
+    names = [wanted] if wanted in ATTACKS else [name for name in ATTACKS if wanted in name]
+
+    @functools.cache
+    def train(num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer: str) -> list[float]:
+        """The losses of all seeds, the lowest first."""
+        seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
+        return sorted(trained(seed, num_peers, num_liars, attack, defence, optimizer, num_steps) for seed in seeds)
+
     for num_peers, num_liars in ((4, 1), (8, 1), (8, 3), (16, 7)):
         for optimizer in ("Adam", "SGD"):
-            for name, attack in ((name, attack) for name, attack in ATTACKS.items() if wanted in name):
+            for name in names:
+                attack = ATTACKS[name]
                 for defence_name, defence in DEFENCES.items():
                     if defence_name == "before" and (attack.weight == 1 or attack.reduce is not None):
                         continue
                     if defence_name == ("unchecked" if attack.reduce is None else "mean"):
                         continue
-                    absent = num_peers - num_liars
+                    losses = train(num_peers, num_liars, attack, defence, optimizer)
                     row: dict[str, Any] = {
                         "peers": num_peers,
                         "optimizer": optimizer,
                         "attack": name,
                         "liars": num_liars,
                         "defence": defence_name,
-                        "heldout_loss": train(num_peers, num_liars, attack, defence, optimizer),
-                        "clean_loss": train(num_peers, 0, HONEST, defence, optimizer),
-                        "absent_loss": train(absent, 0, HONEST, defence, optimizer),
+                        "heldout_loss": statistics.median(losses),
+                        "clean_loss": statistics.median(train(num_peers, 0, HONEST, defence, optimizer)),
+                        "absent_loss": statistics.median(train(num_peers - num_liars, 0, HONEST, defence, optimizer)),
+                        "lowest_loss": losses[0],
+                        "highest_loss": losses[-1],
                     }
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
-                    print(
-                        "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
-                        "(clean {clean_loss:.3f}, absent {absent_loss:.3f})".format(**found[-1]),
-                        flush=True,
-                    )
+                    text = "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
+                    text += "(clean {clean_loss:.3f}, absent {absent_loss:.3f})"
+                    if num_seeds > 1:
+                        text += ", from {lowest_loss:.3f} to {highest_loss:.3f}"
+                    print(text.format(**found[-1]), flush=True)
     return found
 
 
@@ -331,11 +343,14 @@ def cost(num_members: int) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{NUM_STEPS_QUICK} steps, not {NUM_STEPS}")
-    parser.add_argument("--attack", default="", metavar="TEXT", help="only attacks with this in their name")
+    parser.add_argument(
+        "--attack", default="", metavar="TEXT", help="only the attack of this name, or those with it in theirs"
+    )
+    parser.add_argument("--seeds", type=positive_int, default=1, metavar="N", help="so many runs of each, not one")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack)
+    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack, options.seeds)
     if not options.attack:
         print(table(found))
     print("for a million values:", *map(cost, (4, 8, 16)), sep="\n")

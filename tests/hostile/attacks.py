@@ -71,11 +71,11 @@ from manyhands.rpc import RpcConfig
 from manyhands.rpc.frames import Hello
 from manyhands.rpc.punched_streams import PUNCH, PunchRequest
 from manyhands.rpc.relayed_streams import RELAYED
+from manyhands.testing.lies import lie_about_means
 from manyhands.transport import Stream, TlsTransport
 from tests.hostile import networks
 from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
-from tests.liars import lie_about_means
 from tests.phases import change_butterflies
 
 TTL_S = 10.0

@@ -49,6 +49,8 @@ PLAN_OF_18M = [*PLAN[:-2], "--params", "18M"]
         (["evaluate", "--initial-peers", "127.0.0.1:9", "--device", "gpu"], "device 'gpu' is unknown"),
         (["train", "--run-id", "r", "--precision", "float8"], "float8"),
         (["demo", "--peers", "0"], '"0" for --peers. Must be >= 1'),
+        (["demo", "--liar", "maybe"], '"maybe" for --liar. Choose from: "sign-flip", "mean-flip"'),
+        (["demo", "--liar", "mean-flip", "--peers", "2"], "one of two members can set any mean"),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
         ([*PLAN, "--params", "0"], "params=0 must be at least 1"),

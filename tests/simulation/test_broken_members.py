@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,8 +45,8 @@ from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
+from manyhands.testing.lies import lie_about_means
 from manyhands.transport.passing import PassingStream
-from tests.liars import lie_about_means
 from tests.phases import (
     Average,
     Connect,
@@ -184,8 +185,11 @@ def test_a_reversed_gradient_with_a_huge_weight_undoes_no_step() -> None:
 
 
 @pytest.mark.parametrize("factor", [-1.0, -1000.0])
-def test_a_reducer_that_lies_to_all_changes_no_step(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All find it out in the round, make the step without it, and it is a member no more."""
+def test_a_reducer_that_lies_to_all_changes_no_step(
+    factor: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All find it out in the round, make the step without it, and name it in the log; it is a member no more."""
+    caplog.set_level(logging.INFO, "manyhands.optim.run.step_rounds")
     monkeypatch.setattr(RoundBandwidth, "lose_round", lambda _: None)  # it goes on to reduce although it is blamed
     num_lies = 0
 
@@ -202,8 +206,12 @@ def test_a_reducer_that_lies_to_all_changes_no_step(factor: float, monkeypatch: 
         assert counts.rounds_committed == NUM_STEPS
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
         assert losses[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert swarm.members[name].optimizer.is_member
         roster = swarm.members[name].optimizer._collaboration.local.roster
         assert swarm.members["liar"].peer.peer_id not in roster.members
+    named = f"the means of peer {swarm.members['liar'].peer.peer_id} are not the means"
+    assert sum(named in line for line in caplog.messages) >= 2 * len(HONEST), "each of them, in two rounds"
+    assert any("was at fault and is a guest now" in line for line in caplog.messages)
 
 
 def test_a_member_that_accuses_a_reducer_falsely_costs_no_step() -> None:

@@ -262,6 +262,12 @@ class Optimizer(OptimizerWrapper):
         return self._collaboration.tracker.progress.num_peers
 
     @property
+    def is_member(self) -> bool:
+        """Whether this peer is a member of the run after its last step, and not a guest: members lead rounds, are
+        waited for, and vote."""
+        return self.peer.peer_id in self._replica.roster.members
+
+    @property
     def health(self) -> Health:
         """This peer's health report: whether others read its records, it sees other peers, and its clock is right."""
         return self._client.health()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import re
+from typing import get_args
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from manyhands.base.errors import ConfigError
+from manyhands.cli.demo.story import DemoOptions, Lie
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import TABLE_WIDTH, DemoView, card_of
+from manyhands.cli.demo.view import NOBODY, SAID, TABLE_WIDTH, DemoView, card_of
 from manyhands.cli.output.live_view import console_of
 from manyhands.monitor.monitor_events import ProgressMade
 from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Finished, Joined, StepDone
+from manyhands.testing.lies import LIES
 
 
 def counts(computed: int, used: int, aborted: int = 0) -> Counts:
@@ -70,6 +74,67 @@ def test_the_failure_that_ended_the_demo_early_is_the_first_problem() -> None:
     assert good_run().summary(1.0, "trainer 2 ended with exit code 1: out of memory").problems == [
         "trainer 2 ended with exit code 1: out of memory"
     ]
+
+
+def run_with_liar(lie: Lie, *left_out_of: int, guest_from: int) -> Tally:
+    """Six steps; the others leave the liar out of some of them, and it is a guest from a step on."""
+    honest, liar = [TrainerTally("trainer 1"), TrainerTally("trainer 2")], TrainerTally("liar", lie=lie)
+    tally = Tally([*honest, liar])
+    for trainer, peer_id in zip(tally.trainers, ("A", "B", "L"), strict=True):
+        tally.apply_trainer(trainer, Joined(peer_id, 0, 9.0))
+        for step in range(1, 7):
+            left_out = ["L"] if step in left_out_of else []
+            is_member = trainer is not liar or step < guest_from
+            made = StepDone(step, 8.8, f"round-{step}", 3, counts(8 * step, 8 * step), left_out, is_member)
+            tally.apply_trainer(trainer, made)
+    for trainer in honest:
+        tally.apply_trainer(trainer, Finished(6, 8.5, "digest", trainer.counts))
+    return tally
+
+
+def test_a_liar_that_was_found_out_is_shown_with_those_who_noticed_and_what_became_of_it() -> None:
+    summary = run_with_liar("mean-flip", 4, 5, guest_from=5).summary(12.34)
+    assert summary.problems == []
+    _, lines = card_of(summary)
+    assert lines[3:9] == [
+        ("liar", "…L sent minus the means that it computed for the others, from its fourth step on"),
+        ("noticed by", "trainer 1, trainer 2; they left it out of step 4, 5"),
+        ("standing", "member after step 1, guest after step 5"),
+        ("peer …A", "48 samples, 0.0 MB sent, state digest"),
+        ("peer …B", "48 samples, 0.0 MB sent, state digest"),
+        ("peer …L", "48 samples, 0.0 MB sent, the liar"),
+    ]
+    assert lines[-1] == ("outcome", "the loss fell, all states are equal, in spite of the liar")
+
+
+def test_a_flipped_gradient_is_noticed_by_nobody_and_the_summary_says_why() -> None:
+    summary = run_with_liar("sign-flip", guest_from=7).summary(1.0)
+    assert summary.problems == []
+    _, lines = card_of(summary)
+    assert lines[4][1].startswith("nobody: a gradient of the usual size")
+    assert lines[5] == ("standing", "member after step 1")
+
+
+def test_a_liar_that_keeps_its_standing_although_it_can_be_found_out_is_a_problem() -> None:
+    assert run_with_liar("mean-flip", 4, guest_from=7).summary(1.0).problems == [
+        "the liar kept its standing; give the others more --steps"
+    ]
+
+
+def test_the_table_shows_the_standing_of_the_liar() -> None:
+    console = a_terminal()
+    with DemoView(console, run_with_liar("mean-flip", 4, 5, guest_from=5)) as view:
+        view.refresh()
+        assert next(row for row in drawn(console) if row.startswith("liar")).endswith("guest")
+
+
+def test_a_liar_needs_a_majority_of_honest_trainers() -> None:
+    with pytest.raises(ConfigError, match=r"--peers is 2 with --liar; .* must be at least 3"):
+        DemoOptions(peers=2, liar="sign-flip")
+
+
+def test_each_lie_that_the_demo_offers_can_be_told() -> None:
+    assert set(get_args(Lie)) == LIES.keys() == SAID.keys() == NOBODY.keys()
 
 
 def a_terminal(width: int = 80, height: int = 24) -> Console:

@@ -20,16 +20,17 @@ class Child:
     It exits when its standard input ends, so it ends with this process even if that is killed.
 
     Args:
+        module: the program, which takes the arguments of the ``manyhands`` command.
         folder: working directory. It is not the user's, since prepared data there must not affect the demo.
         lines: receives each line that it prints.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, lines: Lines) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, lines: Lines, module: str) -> None:
         self.name = name
         self._last_line = "it printed nothing"
         self._lines = lines
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "manyhands", *arguments, "--leave-on-eof"],
+            [sys.executable, "-u", "-m", module, *arguments, "--leave-on-eof"],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

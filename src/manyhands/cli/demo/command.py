@@ -33,7 +33,7 @@ def demo(*, options: DemoOptions = DemoOptions()) -> int:
     Starts a training monitor and the trainers as processes on loopback. Half-way one trainer is killed and a fresh one
     joins. Exit code 0 means that the held-out loss fell, all live peers hold the identical state, and the newcomer
     contributed. The curves are drawn into demo.png, with the extra manyhands[plot]. With --web, the page of the run
-    stays until Ctrl-C.
+    stays until Ctrl-C. With --liar, one trainer lies in place of that death, and the summary says who noticed it.
     """
     require_albert()
     tally = Tally(planned_steps=options.steps)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
 from cyclopts import Parameter
 
@@ -22,10 +23,16 @@ from manyhands.monitor.monitor_events import MonitorEvent
 from manyhands.recipes.albert.trainer_events import TrainerEvent
 
 RUN_ID = "demo"
+LIAR = "liar"
+Lie = Literal["sign-flip", "mean-flip"]
+"""The lies of :data:`manyhands.testing.lies.LIES`, which imports torch."""
+LEAST_WITH_LIAR = 3
 MONITOR_EVENTS = "monitor.jsonl"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MONITOR = "monitor"
 """Name of the monitor's process, and its command."""
+LYING = "manyhands.cli.demo.liar"
+"""The program that lies and else is ``manyhands``."""
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 180.0
@@ -45,10 +52,14 @@ class DemoOptions:
     """The size and output of the demo."""
 
     peers: Count = 3
-    """Trainers to start; the last of several is half as fast."""
+    """Trainers to start; the last of several is half as fast, or lies."""
 
     steps: Count = 8
     """Global steps to make; a few more when the newcomer needs them."""
+
+    liar: Lie | None = None
+    """The last trainer lies, and nobody is killed: with sign-flip it sends minus its gradient, with mean-flip minus the
+    means that it computes for the others, from its fourth step on."""
 
     text: tuple[Path, ...] = ()
     """UTF-8 text files to train on."""
@@ -60,6 +71,13 @@ class DemoOptions:
     """Write the outcome as JSON to this file."""
 
     web: WebOptions = WebOptions()
+
+    def __post_init__(self) -> None:
+        if self.liar is not None and self.peers < LEAST_WITH_LIAR:
+            raise ConfigError(
+                f"--peers is {self.peers} with --liar; one of two members can set any mean, so it must be at least "
+                f"{LEAST_WITH_LIAR}"
+            )
 
 
 class Story:
@@ -94,24 +112,28 @@ class Story:
         """
         num_peers = self._options.peers
         num_steps = self._options.steps
+        lie = self._options.liar
         tally = self._tally
         self._start_monitor()
-        for number in range(1, num_peers + 1):
+        for number in range(1, num_peers + (lie is None)):
             is_slow = number == num_peers and number > 1
             self._start_trainer(f"trainer {number}", slow_down=SLOW_DOWN if is_slow else 1.0)
+        if lie is not None:
+            self._start_trainer(LIAR, lie=lie)
         self._wait(
             lambda: all(trainer.joined is not None for trainer in tally.trainers), START_TIMEOUT_S, "for the trainers"
         )
         self._wait_for_step(max(num_steps // 2, 1))
-        if num_peers > 1:
-            self._kill_one()
-        self._start_trainer("newcomer", is_newcomer=True)
-        self._let_newcomer_contribute()
+        if lie is None:
+            if num_peers > 1:
+                self._kill_one()
+            self._start_trainer("newcomer", is_newcomer=True)
+            self._let_newcomer_contribute()
         tally.planned_steps = max(num_steps, tally.step + SAFE_DISTANCE)
         self._stop_file.write_text(str(tally.planned_steps))
         self._wait_for_step(tally.planned_steps)
         self._wait(
-            lambda: all(trainer.finished is not None for trainer in tally.alive()),
+            lambda: all(trainer.finished is not None for trainer in tally.honest()),
             FINISH_TIMEOUT_S,
             "for the trainers' end",
         )
@@ -129,9 +151,11 @@ class Story:
         self._monitor_events: EventFollower[MonitorEvent] = EventFollower(events, MonitorEvent)
         self._wait(lambda: bool(self._tally.addresses), START_TIMEOUT_S, "for the monitor")
 
-    def _start_trainer(self, name: str, *, slow_down: float = 1.0, is_newcomer: bool = False) -> None:
+    def _start_trainer(
+        self, name: str, *, slow_down: float = 1.0, is_newcomer: bool = False, lie: Lie | None = None
+    ) -> None:
         events = self._folder / f"{name.replace(' ', '-')}.jsonl"
-        tally = TrainerTally(name, is_newcomer=is_newcomer)
+        tally = TrainerTally(name, is_newcomer=is_newcomer, lie=lie or "")
         arguments = [
             "train", "--run-id", RUN_ID, "--name", name, "--initial-peers", *self._tally.addresses,
             "--listen", LOOPBACK, "--events", str(events), "--slow-down", str(slow_down), "--batch-size", "8",
@@ -141,10 +165,11 @@ class Story:
         if self._options.text:
             arguments += ["--text", *(str(path.resolve()) for path in self._options.text)]
         self._tally.trainers.append(tally)
-        self._trainers.append((tally, self._start(name, arguments), EventFollower(events, TrainerEvent)))
+        child = self._start(name, arguments) if lie is None else self._start(name, [lie, *arguments], LYING)
+        self._trainers.append((tally, child, EventFollower(events, TrainerEvent)))
 
-    def _start(self, name: str, arguments: list[str]) -> Child:
-        child = Child(name, arguments, self._folder, self._lines)
+    def _start(self, name: str, arguments: list[str], module: str = "manyhands") -> Child:
+        child = Child(name, arguments, self._folder, self._lines, module)
         self._children.append(child)
         return child
 

@@ -9,6 +9,7 @@ import msgspec
 from manyhands.monitor.monitor_events import Listening, MonitorEvent, ProgressMade
 from manyhands.recipes.albert.trainer_events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 
+MEAN_FLIP = "mean-flip"
 NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
 
 
@@ -27,6 +28,7 @@ class Summary(msgspec.Struct):
         state_digest_per_peer: peer id -> digest at the end, of the surviving trainers.
         joined_late_samples: samples of the newcomer that were used.
         wall_s: from the start of the first process to the end of the last.
+        liar: what became of the trainer that lies; None without one.
         problems: reasons for an exit code other than 0; empty when all is well.
     """
 
@@ -43,16 +45,40 @@ class Summary(msgspec.Struct):
     state_digest_per_peer: dict[str, str]
     joined_late_samples: int
     wall_s: float
+    liar: LiarSummary | None
     problems: list[str]
+
+
+class LiarSummary(msgspec.Struct):
+    """What became of a trainer that lies.
+
+    Attributes:
+        noticed: global step -> names of the trainers that made this step without the liar.
+        standings: global step -> "member" or "guest"; the steps after which it became that.
+    """
+
+    lie: str
+    peer_id: str
+    noticed: dict[int, list[str]]
+    standings: dict[int, str]
 
 
 @dataclass
 class TrainerTally:
-    """State of one trainer, from its events."""
+    """State of one trainer, from its events.
+
+    Attributes:
+        lie: what it does to the others; empty if it is honest.
+        left_out: global step -> peers that were left out of the step.
+        standings: global step -> "member" or "guest"; the steps after which it became that.
+    """
 
     name: str
     is_newcomer: bool = False
     is_killed: bool = False
+    lie: str = ""
+    left_out: dict[int, list[str]] = field(default_factory=dict)
+    standings: dict[int, str] = field(default_factory=dict)
     joined: Joined | None = None
     finished: Finished | None = None
     step: int = 0
@@ -63,6 +89,11 @@ class TrainerTally:
     @property
     def peer_id(self) -> str:
         return self.joined.peer_id if self.joined is not None else ""
+
+    @property
+    def standing(self) -> str:
+        """Its standing after its last step; empty before the first one."""
+        return next(reversed(self.standings.values()), "")
 
     def apply(self, event: TrainerEvent) -> None:
         """Update the state with one event."""
@@ -75,6 +106,11 @@ class TrainerTally:
         if isinstance(event, BatchDone):
             self.loss = event.loss
             self.samples_per_second = event.samples_per_second
+        elif isinstance(event, StepDone):
+            self.left_out[event.step] = event.left_out
+            standing = "member" if event.is_member else "guest"
+            if standing != self.standing:
+                self.standings[event.step] = standing
         elif isinstance(event, Finished):
             self.finished = event
 
@@ -134,11 +170,26 @@ class Tally:
         """Trainers that were not killed."""
         return [trainer for trainer in self.trainers if not trainer.is_killed]
 
+    def honest(self) -> list[TrainerTally]:
+        """Trainers that were not killed, and do not lie."""
+        return [trainer for trainer in self.alive() if not trainer.lie]
+
+    def _liar(self) -> LiarSummary | None:
+        liar = next((trainer for trainer in self.trainers if trainer.lie), None)
+        if liar is None:
+            return None
+        noticed: dict[int, list[str]] = {}
+        for trainer in self.honest():
+            for step, left_out in trainer.left_out.items():
+                if liar.peer_id in left_out:
+                    noticed.setdefault(step, []).append(trainer.name)
+        return LiarSummary(liar.lie, liar.peer_id, dict(sorted(noticed.items())), liar.standings)
+
     def summary(self, wall_s: float, problem: str = "") -> Summary:
         """The summary; ``problem`` is the error that ended the demo early, if any."""
         seen = [trainer for trainer in self.trainers if trainer.joined is not None]
         first = next((t.joined.heldout_loss for t in seen if t.joined is not None and t.joined.step == 0), None)
-        finished = [(trainer, trainer.finished) for trainer in self.alive() if trainer.finished is not None]
+        finished = [(trainer, trainer.finished) for trainer in self.honest() if trainer.finished is not None]
         summary = Summary(
             steps=self.step,
             peers_seen=len(seen),
@@ -153,6 +204,7 @@ class Tally:
             state_digest_per_peer={trainer.peer_id: end.state_digest for trainer, end in finished},
             joined_late_samples=self.newcomer.counts.samples_used if self.newcomer is not None else 0,
             wall_s=round(wall_s, 1),
+            liar=self._liar(),
             problems=[],
         )
         if problem:
@@ -161,13 +213,16 @@ class Tally:
         return summary
 
     def _problems(self, summary: Summary) -> list[str]:
-        problems = [f"{trainer.name} did not finish" for trainer in self.alive() if trainer.finished is None]
+        problems = [f"{trainer.name} did not finish" for trainer in self.honest() if trainer.finished is None]
         first = summary.heldout_loss_first
         last = summary.heldout_loss_last
         if first is None or last is None or not last < first:
             problems.append(f"the held-out loss did not fall: {first} at first, {last} at last")
         if len(set(summary.state_digest_per_peer.values())) > 1:
             problems.append("the peers ended with different states")
-        if not summary.joined_late_samples:
+        if summary.liar is None and not summary.joined_late_samples:
             problems.append("the newcomer contributed nothing")
+        liar = summary.liar
+        if liar is not None and liar.lie == MEAN_FLIP and "guest" not in [*liar.standings.values()][1:]:
+            problems.append("the liar kept its standing; give the others more --steps")
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -10,12 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.base.text import counted
-from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
+from manyhands.cli.demo.tally import MEAN_FLIP, LiarSummary, Summary, Tally, TrainerTally
 from manyhands.cli.output.card import Card
 from manyhands.cli.output.rows import bar_rows
 
 TABLE_WIDTH = 76
 """Width of the table in characters. A narrower terminal shows its left part."""
+SAID = {
+    "sign-flip": "sent minus its gradient",
+    MEAN_FLIP: "sent minus the means that it computed for the others, from its fourth step on",
+}
+"""What the liar did."""
+NOBODY = {
+    "sign-flip": "nobody: a gradient of the usual size may be that of other data. It slows the others down, no more",
+    MEAN_FLIP: "nobody: it was honest in its first three steps",
+}
+"""Why nobody noticed a lie."""
 
 
 class DemoView:
@@ -95,10 +106,12 @@ def _short(peer_id: str) -> str:
 def _status(trainer: TrainerTally) -> str:
     if trainer.is_killed:
         return "killed"
-    if trainer.finished is not None:
+    if trainer.finished is not None and not trainer.lie:
         return "finished"
     if trainer.joined is None:
         return "starting"
+    if trainer.lie:
+        return trainer.standing
     return "joined late" if trainer.is_newcomer else "training"
 
 
@@ -107,19 +120,38 @@ def card_of(summary: Summary) -> Card:
     lines = [
         ("samples", f"{summary.samples_computed} computed, {summary.samples_used} used"),
         ("rounds", f"{summary.rounds_committed} committed, {summary.rounds_aborted} aborted attempts"),
-        ("newcomer", f"{summary.joined_late_samples} of its samples were used"),
     ]
+    if summary.liar is None:
+        lines.append(("newcomer", f"{summary.joined_late_samples} of its samples were used"))
+    else:
+        lines += _lines_of(summary.liar)
     first = summary.heldout_loss_first
     last = summary.heldout_loss_last
     if first is not None and last is not None:
         lines.insert(0, ("held-out loss", f"{first:.4f} before, {last:.4f} after {summary.steps} global steps"))
     for peer_id, samples in summary.samples_per_peer.items():
         digest = summary.state_digest_per_peer.get(peer_id)
-        state = f"state {digest[:16]}" if digest is not None else "killed on the way"
+        is_liar = summary.liar is not None and peer_id == summary.liar.peer_id
+        state = f"state {digest[:16]}" if digest is not None else "the liar" if is_liar else "killed on the way"
         megabytes = summary.bytes_sent_per_peer[peer_id] / 1e6
         lines.append((f"peer {_short(peer_id)}", f"{samples} samples, {megabytes:.1f} MB sent, {state}"))
     lines.append(("wall time", f"{summary.wall_s:.1f} s"))
     if not summary.problems:
-        lines.append(("outcome", "the loss fell, all states are equal, the newcomer contributed"))
+        end = "the newcomer contributed" if summary.liar is None else "in spite of the liar"
+        lines.append(("outcome", f"the loss fell, all states are equal, {end}"))
     lines += [("problem", problem) for problem in summary.problems]
     return "The run", lines
+
+
+def _lines_of(liar: LiarSummary) -> Iterator[tuple[str, str]]:
+    """What the trainer that lies did, who noticed it, and what became of it."""
+    yield "liar", f"{_short(liar.peer_id)} {SAID[liar.lie]}"
+    if not liar.standings:  # it has made no step
+        return
+    names = sorted({name for names in liar.noticed.values() for name in names})
+    if names:
+        steps = ", ".join(map(str, liar.noticed))
+        yield "noticed by", f"{', '.join(names)}; they left it out of step {steps}"
+    else:
+        yield "noticed by", NOBODY[liar.lie]
+    yield "standing", ", ".join(f"{standing} after step {step}" for step, standing in liar.standings.items())

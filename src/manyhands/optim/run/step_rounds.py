@@ -20,7 +20,7 @@ from manyhands.averaging.codecs import Plan, Unscaled, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.roster import Roster, lineage_of, next_place
+from manyhands.averaging.roster import QUALIFYING, Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
 from manyhands.averaging.timing import LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
@@ -189,6 +189,7 @@ class StepRounds:
                     else:
                         mean_N = await self._lacking_means(committed, place[0])
                     averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
+                    tell_of_faults(committed.reason, roster, place[1])
         except BaseException as error:
             self.assignment.end_step()
             if isinstance(error, NobodyThere):
@@ -340,3 +341,15 @@ class StepRounds:
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
         return torch.cat([mean_N, self.local.flat_parameters()])
+
+
+def tell_of_faults(reason: str, before: Roster, after: Roster) -> None:
+    """Log what went wrong in a round that committed, and which members are guests now for what they did."""
+    if reason:
+        logger.info("The round committed, but not all members did their part: %s", reason)
+    for peer_id in sorted(before.members.intersection(after.standings) - after.members):
+        logger.info(
+            "Peer %s was at fault and is a guest now, no member: it does not lead, and its vote does not count, until "
+            "it has done its part in %d rounds",
+            peer_id, QUALIFYING,
+        )  # fmt: skip

@@ -39,6 +39,8 @@ class StepDone(msgspec.Struct, tag="step"):
     Attributes:
         round_id: hexadecimal id of the round; empty for a step made alone or loaded.
         num_peers: members of the round.
+        left_out: of these, the peers without which the others made the step, as they were lost or at fault.
+        is_member: whether this peer is a member of the run, or else a guest (:mod:`manyhands.averaging.roster`).
     """
 
     step: int
@@ -46,6 +48,8 @@ class StepDone(msgspec.Struct, tag="step"):
     round_id: str
     num_peers: int
     counts: Counts
+    left_out: list[str] = []
+    is_member: bool = False
 
 
 class Finished(msgspec.Struct, tag="finished"):

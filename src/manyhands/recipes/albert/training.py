@@ -299,7 +299,11 @@ class AlbertTrainer:
         manifest = optimizer.last_round
         round_id = manifest.group_id.hex() if manifest is not None else ""
         num_peers = len(manifest.members) if manifest is not None else 1
-        self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
+        left_out: list[str] = (
+            [manifest.members[rank] for rank in sorted(manifest.left_out)] if manifest is not None else []
+        )
+        made = StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts(), left_out, optimizer.is_member)
+        self._on_event(made)
         report_step(optimizer, losses, mean or 0.0, self._settings.tuning.metrics_ttl_s, self._account)
         if mean is not None:
             self._first_loss = mean if self._first_loss is None else self._first_loss
