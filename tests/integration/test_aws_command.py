@@ -215,6 +215,7 @@ def test_a_creation_that_takes_too_long_names_what_aws_lacks(
     )
 
 
+@pytest.mark.long
 def test_a_creation_that_never_ends_is_deleted(
     ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

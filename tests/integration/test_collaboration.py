@@ -122,6 +122,7 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
         assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
+@pytest.mark.long
 def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
     config = AveragingConfig(matchmaking_time_s=1.0, averaging_timeout_s=6.0, in_doubt_timeout_s=0.5)
     progress = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.3, default_refresh_s=0.1, ttl_s=3.0)

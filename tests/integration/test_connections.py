@@ -448,7 +448,7 @@ async def test_a_slow_uplink_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> 
         serve_echo(there)
         await here.call(there.peer_id, ECHO, Text("hi"))
         Throttled(monkeypatch, 400_000).begin()
-        answer = await here.call(there.peer_id, ECHO, Text("x" * 900_000), 20.0)
+        answer = await here.call(there.peer_id, ECHO, Text("x" * 600_000), 20.0)
         assert answer.text.startswith("x")
 
 

@@ -61,6 +61,7 @@ async def test_a_peer_serves_others_through_a_flood_of_small_frames(kind: str, f
         await reading
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["tls"])
 async def test_two_floods_are_no_worse_than_one(kind: str) -> None:
     loop = asyncio.get_running_loop()

@@ -180,10 +180,12 @@ async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId
     ("lie", "reason"),
     [
         (spoil(float("nan")), "the values of peer {} are not finite"),
-        (spoil(float("inf")), "the values of peer {} are not finite"),
-        (spoil(float("-inf")), "the values of peer {} are not finite"),
+        pytest.param(spoil(float("inf")), "the values of peer {} are not finite", marks=pytest.mark.long),
+        pytest.param(spoil(float("-inf")), "the values of peer {} are not finite", marks=pytest.mark.long),
         (another_vector(NUMEL // 2), "the vector of peer {} has 10000 values, not 20000"),
-        (another_vector(NUMEL * 2), "the vector of peer {} has 40000 values, not 20000"),
+        pytest.param(
+            another_vector(NUMEL * 2), "the vector of peer {} has 40000 values, not 20000", marks=pytest.mark.long
+        ),
         (another_vector(NUMEL + 400), "the vector of peer {} has 20400 values, not 20000"),
         (another_size(0.5), "peer {} sends 10000 bytes of values, and 20000 are due"),
         (another_size(0.0), "peer {} sends 0 bytes of values, and 20000 are due"),

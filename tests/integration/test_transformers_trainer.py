@@ -317,9 +317,9 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
 @pytest.mark.parametrize(
     "options",
     [
-        {"local_steps": manyhands.LocalSteps()},
+        pytest.param({"local_steps": manyhands.LocalSteps()}, marks=pytest.mark.long),
         pytest.param({"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)}, marks=pytest.mark.long),
-        {"local_steps": manyhands.LocalSteps(), "offload": True},
+        pytest.param({"local_steps": manyhands.LocalSteps(), "offload": True}, marks=pytest.mark.long),
         {"delay": "gradients"},
     ],
     ids=["local", "local, in parts", "local, offload", "delay"],
@@ -354,7 +354,11 @@ def training_loss(trainer: transformers.Trainer) -> float:
         return float(trainer.model(**whole)["loss"])
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "gradients"}], ids=["here", "offload", "delay"])
+@pytest.mark.parametrize(
+    "options",
+    few_of([{"delay": "gradients"}, {}, {"offload": True}], 1, pytest.mark.long),
+    ids=["delay", "here", "offload"],
+)
 def test_a_schedule_free_optimizer_trains_evaluates_and_resumes(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its evaluations are of the weights to evaluate; these are saved, and it trains others."""
 

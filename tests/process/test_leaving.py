@@ -99,8 +99,15 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
         pytest.param("Training the tokenizer", marks=pytest.mark.sweep),
     ],
 )
-def test_ctrl_c_ends_a_trainer(moment: str) -> None:
-    with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", *SMALL) as trainer:
+def test_ctrl_c_ends_a_trainer(moment: str, tmp_path: Path) -> None:
+    """The one whole trainer in ``make test``: most of its seconds are imports of torch and transformers."""
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"Sentence number {n} of this text. It has another one behind it.\n\n" for n in range(2000))
+    )
+    with running(
+        "train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--text", str(text), *SMALL
+    ) as trainer:
         trainer.wait_for(moment)
         assert_it_leaves(trainer, trainer.interrupt)
 

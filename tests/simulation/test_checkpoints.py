@@ -18,6 +18,7 @@ from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +81,7 @@ def steps_of(member: Member, numbers: range, checkpoints: Checkpoints | None = N
             checkpoints.save_if_due()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", few_of(OPTIMIZERS, 1, pytest.mark.long))
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -358,7 +358,9 @@ def test_two_peers_in_client_mode_train_with_one_that_can_be_dialled(helper: str
 
 
 @pytest.mark.parametrize(
-    "steps", [LocalSteps(nesterov), LocalSteps(nesterov, fragments=4, overlap_steps=2)], ids=["whole", "fragments"]
+    "steps",
+    few_of([LocalSteps(nesterov, fragments=4, overlap_steps=2), LocalSteps(nesterov)], 1, pytest.mark.long),
+    ids=["fragments", "whole"],
 )
 def test_a_peer_eight_times_slower_takes_part_in_each_step(steps: LocalSteps) -> None:
     """With fragments it makes less than one inner step from one of them to the next."""
@@ -440,6 +442,7 @@ def test_a_peer_that_misses_a_round_brings_its_inner_steps_to_the_next(num_batch
     assert_all_agree(swarm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of(range(12)))
 def test_after_any_faults_no_inner_step_has_counted_twice(seed: int) -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)

@@ -148,6 +148,7 @@ def _small_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TURN_BYTES", 1400)
 
 
+@pytest.mark.long
 def test_a_peer_that_was_too_slow_reduces_less_in_the_next_round_and_takes_part() -> None:
     """Its own values take it 20 s of 30; with an eighth to reduce it would be 35 s."""
     rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / 20.0, 3)

@@ -334,7 +334,11 @@ def test_without_faults_all_are_in_one_group_that_the_first_leads_and_no_time_pa
 
 @pytest.mark.parametrize(
     ("names", "deaths"),
-    [("ab", 1), ("abc", 1), pytest.param("abc", 2, marks=pytest.mark.sweep)],
+    [
+        ("ab", 1),
+        pytest.param("abc", 1, marks=pytest.mark.long),
+        pytest.param("abc", 2, marks=pytest.mark.sweep),
+    ],
 )
 def test_the_others_find_a_group_or_a_reason_whichever_peer_dies_and_whenever(names: str, deaths: int) -> None:
     for world in ends_of(world_of(names, deaths=deaths, attempts=3)):

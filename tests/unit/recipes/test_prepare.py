@@ -94,7 +94,7 @@ def test_half_of_the_pairs_are_swapped_and_none_crosses_a_document(made):
     assert abs(labels[0] - labels[1]) < 4 * sum(labels.values()) ** 0.5 / 2 + 1, labels
 
 
-@pytest.mark.parametrize("kind", ["trained", "bert", "albert"])
+@pytest.mark.parametrize("kind", ["trained", "albert", pytest.param("bert", marks=pytest.mark.long)])
 def test_samples_are_what_encoding_the_text_of_each_pair_gives(made, book, tmp_path, kind, request):
     """The slow way, sentence by sentence and pair by pair, as the example of hivemind does it."""
     folder = made.folder
@@ -132,6 +132,7 @@ def slowly_made(sentences: list[str], tokenizer, rng: random.Random) -> list[dic
     return rows
 
 
+@pytest.mark.long
 def test_the_number_of_processes_changes_nothing(made, book, tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands.recipes.albert.data.prepare.CHUNK_CHARS", 9_000)  # many chunks
     other = prepare(settings_for(book, tmp_path, shards=3, num_proc=3))
