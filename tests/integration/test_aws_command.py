@@ -395,6 +395,7 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
     assert "[aws]" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_during_up_deletes_what_was_created_and_says_so(

@@ -65,7 +65,8 @@ async def test_by_default_values_are_exact_on_a_fast_link_and_8_bits_on_a_slow_o
     assert num_slow < 0.4 * num_exact
 
 
-@pytest.mark.parametrize("with_feedback", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("with_feedback", [True, False])
 async def test_error_feedback_loses_nothing_in_the_long_run(with_feedback: bool) -> None:
     """The sum of many means is that of the values, but for what the last rounds lost."""
     num_rounds = 24

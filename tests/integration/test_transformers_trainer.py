@@ -254,6 +254,7 @@ def test_peers_with_another_frozen_base_are_refused(tmp_path: Path) -> None:
             collaborating(with_frozen_base(tmp_path / "other", 1e-3), other)
 
 
+@pytest.mark.long
 def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp_path: Path) -> None:
     with peers(2) as (one, other):
         first, second = made(tmp_path / "1", max_steps=6), made(tmp_path / "2", max_steps=6)

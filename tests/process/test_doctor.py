@@ -36,8 +36,8 @@ def web_server() -> Iterator[str]:
         thread.join(5.0)
 
 
+@pytest.mark.long
 def test_doctor_passes_a_good_set_up_and_fails_a_broken_one(web_server: str, tmp_path: Path) -> None:
-    """In ``make test`` although it takes 3 s: four processes, each of which takes most of a second to start."""
     with running("monitor", "--run-id", "r", "--listen", LOOPBACK) as monitor:
         address = address_of(monitor)
         with running("doctor", "--initial-peers", address, "--listen", LOOPBACK) as doctor:

@@ -106,7 +106,18 @@ def test_ctrl_c_ends_a_trainer(moment: str, tmp_path: Path) -> None:
         "".join(f"Sentence number {n} of this text. It has another one behind it.\n\n" for n in range(2000))
     )
     with running(
-        "train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--text", str(text), *SMALL
+        "train",
+        "--run-id",
+        "leaving",
+        "--listen",
+        LOOPBACK,
+        "--threads",
+        "1",
+        "--text",
+        str(text),
+        "--batch-size",
+        "4",
+        *SMALL,
     ) as trainer:
         trainer.wait_for(moment)
         assert_it_leaves(trainer, trainer.interrupt)

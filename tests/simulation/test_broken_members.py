@@ -147,7 +147,7 @@ def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None
         assert member.optimizer.statistics.rounds_committed == NUM_STEPS
 
 
-@pytest.mark.parametrize("kind", few_of(["reversed", "one value", "3e38"], 2, pytest.mark.long))
+@pytest.mark.parametrize("kind", few_of(["one value", "reversed", "3e38"], 1, pytest.mark.long))
 def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_after_three_rounds(kind: str) -> None:
     """Nor does anybody else lose its place."""
     spoil: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -164,7 +164,7 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
 
 
-@pytest.mark.parametrize("factor", few_of([-1.0, -100.0, -9.0, -10.0], 2, pytest.mark.long))
+@pytest.mark.parametrize("factor", few_of([-100.0, -1.0, -9.0, -10.0], 1, pytest.mark.long))
 def test_one_of_four_that_reverses_its_gradient_takes_half_or_three_quarters_of_each_step(factor: float) -> None:
     """However large it is: it counts for two ordinary ones at most, and nobody is left out."""
     swarm, losses = run_with_liar(lambda flat_N, weight: (factor * flat_N, weight), is_alike=True)
@@ -175,6 +175,7 @@ def test_one_of_four_that_reverses_its_gradient_takes_half_or_three_quarters_of_
         assert losses[member.name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_reversed_gradient_with_a_huge_weight_undoes_no_step() -> None:
     """It counts for three times the median weight: as much as the three others."""
     swarm, losses = run_with_liar(lambda flat_N, weight: (-flat_N, 100.0 * weight), is_alike=True)

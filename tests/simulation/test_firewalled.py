@@ -73,6 +73,7 @@ def help_until(swarm: Swarm, names: set[str]) -> Callable[[Member], None]:
     return help_out
 
 
+@pytest.mark.long
 def test_firewalled_peers_make_no_step_alone_keep_their_samples_and_say_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -30,6 +30,7 @@ def swarm_after(
     return swarm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_peers", "max_group_size"), few_of([(16, 4), (27, 4)]))
 def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int, max_group_size: int) -> None:
     num_steps = 5

@@ -170,6 +170,7 @@ def test_a_leaving_donor_waits_up_to_its_limit_or_until_it_is_told_again(
     assert f"peer {lost.swarm.world.identity(NEWCOMER).peer_id} has not got all of the state" in caplog.text
 
 
+@pytest.mark.long
 def test_a_donor_at_the_end_of_its_training_waits_for_a_newcomer_that_has_not_joined_yet(tmp_path: Path) -> None:
     """It publishes nothing before it has the state."""
     lost = Lost(tmp_path, says_goodbye=True, before_it_leaves=lambda one: one.optimizer.wait_for_others(60.0))

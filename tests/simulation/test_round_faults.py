@@ -344,6 +344,7 @@ def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
     assert world.last_s(world.names) - START_S > 15.0, "or it was not slow"
 
 
+@pytest.mark.long
 def test_a_slow_member_that_reduces_little_does_not_blame_members_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

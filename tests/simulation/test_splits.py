@@ -172,6 +172,7 @@ def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pyt
     assert_one_branch(swarm)
 
 
+@pytest.mark.long
 def test_a_peer_with_allow_solo_that_reaches_nobody_goes_on_alone() -> None:
     swarm, seen = Swarm(seed=24), {}
     swarm.start_coordinator()

@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", few_of(MODES))
-@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
+@pytest.mark.parametrize("rank", few_of([0, 2], 1, pytest.mark.long), ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", few_of(PHASES, 3))
 def test_the_others_learn_and_lose_no_sample_after_a_kill_in_any_phase(
     phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +235,7 @@ def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_st
     assert early.steps_alone >= 10
 
 
-@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("delay", few_of([None, "gradients"], 1, pytest.mark.long), ids=["synchronous", "delayed"])
 def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
     swarm, longest = Swarm(seed=12), Longest()
     killed_s, first_alone_s = 30.0, []

@@ -63,11 +63,9 @@ def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:
     return run
 
 
-@pytest.mark.parametrize(
-    "claims", ["/ip4/46.{}.1.2/tcp/31000", pytest.param("/ip4/192.168.{}.2/tcp/31000", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
 def test_identities_of_one_machine_mislead_nobody_whatever_addresses_they_claim(claims: str) -> None:
-    """In ``make test`` although it takes 5 s: the one attack there on the state that all follow."""
     check_that_nobody_is_misled(attacked(claims))
 
 

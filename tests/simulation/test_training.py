@@ -56,6 +56,7 @@ def run(world: World, until_s: float) -> None:
     world.run(until_s)
 
 
+@pytest.mark.long
 def test_without_faults_every_sample_is_used() -> None:
     world, trainers = training_world(seed=1, num_peers=4)
     run(world, END_S)

@@ -95,6 +95,7 @@ def known() -> list[str]:
 
 
 def test_each_quoted_line_is_one_that_the_code_prints(known: list[str]) -> None:
+    """In ``make test`` although it takes 3 s, most of them to parse all of the code: any change can break it."""
     lines = {quote: page.relative_to(ROOT) for page in PAGES for quote in quoted(page)}
     assert len(lines) > 50
     unknown = [f"{page}: {quote}" for quote, page in lines.items() if not is_printed(quote, known)]
