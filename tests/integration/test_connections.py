@@ -421,7 +421,7 @@ class Throttled:
         self._monkeypatch.setattr(socket.socket, "send", send_slowly)
 
 
-@pytest.mark.parametrize("retiring", ["caller", "callee"])
+@pytest.mark.parametrize("retiring", few_of(["caller", "callee"], 1, pytest.mark.long))
 async def test_large_calls_outlive_a_retirement(retiring: str) -> None:
     """The request is still being sent, or the answer is, when one end wants no more of the connection."""
     big = Text("x" * 900_000)

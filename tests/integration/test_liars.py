@@ -175,7 +175,7 @@ async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId
     return members[liar][2].peer_id, list(results)
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", few_of(RANKS, 1, pytest.mark.long))
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [

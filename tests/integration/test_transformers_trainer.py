@@ -290,6 +290,7 @@ def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp
     assert not torch.equal(*orders), "with the same seed, too"
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Path) -> None:
     with peers(1) as (peer,):
         trainer = made(tmp_path, max_steps=3, save_strategy="steps", save_steps=2, bf16=True)

@@ -49,7 +49,9 @@ def test_ctrl_c_ends_a_monitor() -> None:
         assert_it_leaves(monitor, monitor.interrupt)
 
 
-@pytest.mark.parametrize(("closed", "command"), [(">&-", "monitor"), (">&- 2>&- <&-", "first-peer")])
+@pytest.mark.parametrize(
+    ("closed", "command"), few_of([(">&- 2>&- <&-", "first-peer"), (">&-", "monitor")], 1, pytest.mark.long)
+)
 def test_a_command_whose_output_is_closed_runs_and_leaves(closed: str, command: str, tmp_path: Path) -> None:
     words = [command, "--listen", LOOPBACK, "--events", str(tmp_path / "events")]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "manyhands", *words]

@@ -169,6 +169,7 @@ def test_peers_with_the_same_parameters_do_not_reload(
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", few_of(ELSEWHERE), ids=str)
 def test_a_peer_with_other_parameters_reloads_also_with_background_steps_and_offload(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -203,6 +204,7 @@ def test_peers_that_differ_by_rounding_do_not_reload(caplog: pytest.LogCaptureFi
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
 
 
+@pytest.mark.long
 def test_a_peer_whose_own_code_changes_its_parameters_loads_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(change={"p2": clamp})
     members = run.go(num_steps=20)

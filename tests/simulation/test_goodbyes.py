@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.contacts import Contacts, HereIAm
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +25,7 @@ LEAVES_S = 21.35
 GONE_S = LEAVES_S + 4.0
 
 
-@pytest.mark.parametrize("says_goodbye", [True, False])
+@pytest.mark.parametrize("says_goodbye", few_of([False, True], 1, pytest.mark.long))
 def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
     says_goodbye: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

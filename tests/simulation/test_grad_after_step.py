@@ -109,7 +109,7 @@ def pair(train: Callable[[Member], None], **options: Any) -> Swarm:
     "options",
     few_of(
         [{"delay": "gradients"}, {"max_grad_norm": MAX_NORM}, {}, {"offload": True}, {"delay": "optimizer"}],
-        2,
+        1,
         pytest.mark.long,
     ),
     ids=str,

@@ -141,6 +141,7 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
         assert before["public"] > 2.0 * max(clients), "it reduces for all"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_coordinators", few_of([1, 2], 1, pytest.mark.long))
 def test_a_peer_that_can_dial_only_coordinators_takes_part_in_every_step_of_a_run_under_way(
     num_coordinators: int,

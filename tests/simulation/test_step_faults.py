@@ -157,6 +157,7 @@ def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> No
     assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jump_s", few_of([3600.0, -3600.0]))
 def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> None:
     """Its records count nowhere then, so the peer is alone until its clock is right; the others go on without it."""

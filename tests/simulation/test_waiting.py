@@ -88,6 +88,7 @@ def waits(latency_s: float) -> list[float]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("latency_s", "wait_s"),
     [(0.1, 0.85), pytest.param(0.02, 0.165, marks=pytest.mark.long), pytest.param(0.2, 1.65, marks=pytest.mark.long)],

@@ -357,7 +357,7 @@ def test_a_loop_that_does_not_come_costs_the_others_one_wait(away: str) -> None:
         assert world.now <= 2 * PATIENCE_S, world.trace
 
 
-@pytest.mark.parametrize("cut", ["ab", "ac", "bc"])
+@pytest.mark.parametrize("cut", ["ab", "bc", pytest.param("ac", marks=pytest.mark.long)])
 def test_two_peers_that_cannot_reach_each_other_still_leave_a_group_of_two(cut: str) -> None:
     for world in ends_of(world_of("abc", cut=cut, attempts=3)):
         for peer in world.alive:
