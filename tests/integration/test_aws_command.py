@@ -81,6 +81,7 @@ def states(ec2: Any) -> list[str]:
 def test_aws_up_creates_an_experiment_and_aws_down_deletes_all_of_it(
     ec2: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In ``make test`` although it takes 4 s: it is the first here, so it imports moto, and tries all commands."""
     assert run([*UP, "--workers", "2", "--auxiliary", "1", "--", "--model", "albert-large-v2"]) == 0
     said = capsys.readouterr().out
     machines = instances(ec2, "running")

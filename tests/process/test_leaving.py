@@ -102,7 +102,7 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_ctrl_c_ends_a_trainer(moment: str, tmp_path: Path) -> None:
-    """The one whole trainer in ``make test``: most of its seconds are imports of torch and transformers."""
+    """In ``make test`` although it takes 10 s: it is the only one there that runs a whole trainer."""
     text = tmp_path / "text.txt"
     text.write_text(
         "".join(f"Sentence number {n} of this text. It has another one behind it.\n\n" for n in range(2000))

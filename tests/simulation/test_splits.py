@@ -123,6 +123,7 @@ def test_the_checkpoints_of_the_side_that_lost_are_set_aside_and_those_from_befo
 
 
 def test_a_peer_that_sees_nobody_goes_on_alone_and_comes_back_to_the_others() -> None:
+    """In ``make test`` although it takes 3 s: records expire after 30 s, and all go on for some steps after that."""
     swarm, seen = Swarm(seed=22), {}
     others, lonely = ["p0", "p1"], "p2"
     start(swarm, [*others, lonely], seen, end_s=105.0, batch_s=1.0)
@@ -153,7 +154,10 @@ def test_a_peer_that_comes_back_from_a_long_cut_costs_the_others_no_samples(
 
 
 def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """A coordinator hands the records on. No branch is made, and no sample is lost."""
+    """A coordinator hands the records on. No branch is made, and no sample is lost.
+
+    In ``make test`` although it takes 3 s: the advice comes after failures that are further and further apart.
+    """
     logging.getLogger("manyhands").setLevel(logging.WARNING)
     swarm, seen = Swarm(seed=23), {}
 

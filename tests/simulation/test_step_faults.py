@@ -213,6 +213,7 @@ def test_a_fast_peer_that_reaches_the_target_alone_waits_for_a_slow_one() -> Non
     assert_it_learns_and_agrees(swarm, ["fast", "slow"])
 
 
+@pytest.mark.long
 def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_step() -> None:
     """The lone peer goes on computing, but does not step away from who comes."""
     swarm, longest = Swarm(seed=9), Longest()
