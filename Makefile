@@ -24,7 +24,7 @@ demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (
 test: check  ## all checks, then the tests, three at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
 	$(PY) -m pytest -q -n 3 --dist worksteal $(ARGS)
 
-test-long: $(VENV)/.dev  ## whole programs (tutorials, examples, torchrun, the demo) and the longest simulations
+test-long: $(VENV)/.dev  ## whole programs (tutorials, examples, torchrun, the demo), long simulations, more cases of tests
 	$(PY) -m pytest -q -n 2 --dist worksteal -m 'long and not sweep' $(ARGS)
 
 test-cuda: $(VENV)/.dev  ## the tests that need an NVIDIA GPU, which `make test` skips where there is none

@@ -93,7 +93,7 @@ async def test_the_bytes_of_a_round_are_those_of_the_values() -> None:
 
 
 async def test_peers_average_a_large_vector_over_tls() -> None:
-    numel = 10_000_000
+    numel = 3_000_000
     values = values_of(2, numel)
     tensors = [value.clone() for value in values]
     async with sim_peers(2, kind="tls") as peers:

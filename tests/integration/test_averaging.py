@@ -36,7 +36,15 @@ def in_vain() -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 @pytest.mark.parametrize(
     ("num_peers", "numel", "clients"),
-    [(2, 1, ()), (2, 10_007, (1,)), (3, 50_000, ()), (4, 600_000, ()), (5, 7, ()), (4, 33_333, (0, 2)), (3, 0, ())],
+    [
+        (2, 1, ()),
+        (2, 10_007, (1,)),
+        (3, 50_000, ()),
+        pytest.param(4, 600_000, (), marks=pytest.mark.long),
+        (5, 7, ()),
+        (4, 33_333, (0, 2)),
+        (3, 0, ()),
+    ],
 )
 async def test_every_member_holds_the_same_weighted_mean(
     kind: str, num_peers: int, numel: int, clients: tuple[int, ...]

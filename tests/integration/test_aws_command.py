@@ -81,6 +81,7 @@ def states(ec2: Any) -> list[str]:
 def test_aws_up_creates_an_experiment_and_aws_down_deletes_all_of_it(
     ec2: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In ``make test`` although it takes 4 s: it is the first here, so it imports moto, and tries all commands."""
     assert run([*UP, "--workers", "2", "--auxiliary", "1", "--", "--model", "albert-large-v2"]) == 0
     said = capsys.readouterr().out
     machines = instances(ec2, "running")
@@ -215,6 +216,7 @@ def test_a_creation_that_takes_too_long_names_what_aws_lacks(
     )
 
 
+@pytest.mark.long
 def test_a_creation_that_never_ends_is_deleted(
     ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,6 +396,7 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
     assert "[aws]" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_during_up_deletes_what_was_created_and_says_so(

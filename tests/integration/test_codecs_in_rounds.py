@@ -65,7 +65,8 @@ async def test_by_default_values_are_exact_on_a_fast_link_and_8_bits_on_a_slow_o
     assert num_slow < 0.4 * num_exact
 
 
-@pytest.mark.parametrize("with_feedback", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("with_feedback", [True, False])
 async def test_error_feedback_loses_nothing_in_the_long_run(with_feedback: bool) -> None:
     """The sum of many means is that of the values, but for what the last rounds lost."""
     num_rounds = 24
@@ -88,6 +89,7 @@ async def test_error_feedback_loses_nothing_in_the_long_run(with_feedback: bool)
     assert (error < 0.01) == with_feedback, error
 
 
+@pytest.mark.long
 async def test_error_feedback_counts_by_the_weight_of_each_round() -> None:
     """The weights differ in each round, by up to a hundred times."""
     config = dataclasses.replace(CONFIG, codec="int4", error_feedback=True)

@@ -34,7 +34,7 @@ from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, mortal, peers, step_until
 
 
-@pytest.mark.parametrize("is_leader", [True, False])
+@pytest.mark.parametrize("is_leader", few_of([False, True], 1, pytest.mark.long))
 def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: bool) -> None:
     """Nor a round, unless it leads: then that is aborted, and its members form a group again."""
     with peers(3) as swarm:
@@ -71,7 +71,7 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
         assert others[0].optimizer.state_digest() == others[1].optimizer.state_digest()
 
 
-@pytest.mark.parametrize("is_noticed", [False, True])
+@pytest.mark.parametrize("is_noticed", few_of([False, True], 1, pytest.mark.long))
 def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_again(is_noticed: bool) -> None:
     """The others keep the means for it; if they do not know that it lost them, it loads the state."""
     with peers(3) as swarm:
@@ -122,6 +122,7 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
         assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
+@pytest.mark.long
 def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
     config = AveragingConfig(matchmaking_time_s=1.0, averaging_timeout_s=6.0, in_doubt_timeout_s=0.5)
     progress = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.3, default_refresh_s=0.1, ttl_s=3.0)
@@ -335,7 +336,7 @@ class InOrder(random.Random):
         x.sort(key=lambda peer_id: peer_id != self.first)
 
 
-@pytest.mark.parametrize("num_liars", [1, 3])
+@pytest.mark.parametrize("num_liars", few_of([3, 1], 1, pytest.mark.long))
 def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, caplog: pytest.LogCaptureFixture) -> None:
     """Unless nobody hands out another one: users' own code may change it after its sums were published."""
     with peers(4) as (*swarm, newcomer):

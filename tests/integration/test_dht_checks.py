@@ -84,6 +84,7 @@ async def test_a_peer_that_was_met_does_not_wait_for_the_others_of_its_network(
     assert (await swarm.held_by(holder, KEY)).keys() == {first_id, friend_id}
 
 
+@pytest.mark.long
 async def test_a_holder_makes_a_reader_check_a_limited_number_of_changed_records(swarm: Swarm) -> None:
     """It shows them all; the reader takes random ones of strangers, keeps what it knows of the others, and takes all of
     the peers that it has met."""

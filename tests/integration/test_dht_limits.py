@@ -26,6 +26,7 @@ from manyhands.dht.messages import (
 )
 from manyhands.dht.records import AgedRecord
 from tests.integration.dht_swarm import TTL_S, Swarm, values
+from tests.sweeps import few_of
 from tests.unit.dht.examples import open_record, owned_record
 
 NUM_SUBKEYS = 2500
@@ -58,7 +59,7 @@ async def code_of(storing: Coroutine[Any, Any, object]) -> str:
 # pages and bulk calls
 
 
-@pytest.mark.parametrize("quickly", [False, True])
+@pytest.mark.parametrize("quickly", few_of([False, True], 1, pytest.mark.long))
 async def test_a_key_with_thousands_of_records_is_read_in_pages(swarm: Swarm, quickly: bool) -> None:
     for _ in range(7):
         await swarm.add()

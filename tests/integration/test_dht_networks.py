@@ -27,7 +27,7 @@ def identities_near(key: str, num: int) -> list[Identity]:
     return sorted(made, key=lambda one: distance(node_id(one.peer_id), key_id(key)))[:num]
 
 
-@pytest.mark.parametrize("kind", ["memory", "tls"])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("tls", marks=pytest.mark.long)])
 async def test_seven_identities_near_a_key_do_not_hide_its_records(kind: str) -> None:
     """They were the five nearest to the key of a run: after half a minute its three trainers were alone, each for
     itself.

@@ -25,6 +25,7 @@ from manyhands.rpc.frames import (
 from manyhands.transport import Stream
 from tests.integration.siege import ATTACKER, FAST, KINDS, TLS_RECORD, ended, hung_up, raw_socket, request, siege
 from tests.network import identity_of
+from tests.sweeps import few_of
 from tests.unit.rpc.test_frames import DEEP, framed, payload_of
 
 SOME_NOISE = random.Random(5).randbytes(40_000)
@@ -141,7 +142,7 @@ async def test_an_attacker_cannot_speak_for_another_peer() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sent", [b"", HELLO[:-1], b"\x00\x0f\xff\xf0" + b"\x81" * 100])
+@pytest.mark.parametrize("sent", few_of([HELLO[:-1], b"", b"\x00\x0f\xff\xf0" + b"\x81" * 100], 1, pytest.mark.long))
 async def test_silence_before_the_hello_is_over_is_not_waited_for(kind: str, sent: bytes) -> None:
     async with siege(kind, FAST) as scene:
         streams = [await scene.dial() for _ in range(10)]
@@ -152,7 +153,10 @@ async def test_silence_before_the_hello_is_over_is_not_waited_for(kind: str, sen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sent", [b"\x00", encode_frame(request(1))[:-1], b"\x00\x0f\xff\xf0" + b"\x81" * 100_000])
+@pytest.mark.parametrize(
+    "sent",
+    few_of([encode_frame(request(1))[:-1], b"\x00", b"\x00\x0f\xff\xf0" + b"\x81" * 100_000], 1, pytest.mark.long),
+)
 async def test_silence_in_the_middle_of_a_frame_is_a_lost_peer(kind: str, sent: bytes) -> None:
     async with siege(kind, FAST) as scene:
         streams = []
@@ -231,7 +235,7 @@ async def test_a_peer_serves_others_through_a_flood_of_connections(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("purpose", ["bulk", "unknown", "x" * 100_000])
+@pytest.mark.parametrize("purpose", few_of(["unknown", "bulk", "x" * 100_000], 1, pytest.mark.long))
 async def test_a_peer_serves_others_through_a_flood_of_bulk_streams(kind: str, purpose: str) -> None:
     async with siege(kind) as scene:
         held: list[Stream] = []

@@ -185,6 +185,7 @@ async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() 
         assert not pair.one._relayed._failed_at
 
 
+@pytest.mark.long
 async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lead_nowhere() -> None:
     async with relayed_pair() as pair:
         target: PeerId = pair.other.peer_id

@@ -14,11 +14,11 @@ import torch
 
 import manyhands
 from manyhands.runtime import interrupts
-from tests.sweeps import few_of
 from tests.trainers import FAST, LISTEN
 
 PLACES = (str(Path(manyhands.__file__).parent / "optim"), interrupts.__file__, __file__)
 MAX_LINES = 2000
+MORE_OPTIONS: list[dict[str, Any]] = [{}, {"delay": "optimizer"}, {"delay": "gradients"}]
 
 
 class Interrupter:
@@ -95,13 +95,21 @@ class User:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # it was made, and then came the interrupt
 @pytest.mark.parametrize(
-    "options", few_of([{"offload": True}, {}, {"delay": "optimizer"}, {"delay": "gradients"}]), ids=str
+    ("options", "every"),
+    [
+        ({"offload": True}, 9),
+        pytest.param({"offload": True}, 1, marks=pytest.mark.long),
+        *(pytest.param(options, 1, marks=pytest.mark.sweep) for options in MORE_OPTIONS),
+    ],
+    ids=str,
 )
-def test_an_interrupt_at_any_line_of_a_step_breaks_nothing(peer: manyhands.Peer, options: dict[str, Any]) -> None:
+def test_an_interrupt_at_any_line_of_a_step_breaks_nothing(
+    peer: manyhands.Peer, options: dict[str, Any], every: int
+) -> None:
     user, interrupt = User(peer, options), Interrupter()
     for _ in range(3):
         user.batch()
-    for number in range(1, MAX_LINES):
+    for number in range(1, MAX_LINES, every):
         was_interrupted = interrupt.after(number, user.batch)
         user.check(interrupt.where)
         if not was_interrupted:

@@ -16,6 +16,7 @@ from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
 from tests.network import PATIENCE_S
 from tests.swarm import averagers
+from tests.sweeps import few_of
 
 NUMEL = 300_000
 SHAPE = (3000, 100)
@@ -82,8 +83,8 @@ async def test_in_a_group_of_five_one_member_is_a_quarter_of_the_mean() -> None:
     check(results, vectors, [8.0, 8.0, 8.0, 10.0, 6.0], 1e-6)
 
 
-@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
-@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "other"])
+@pytest.mark.parametrize("codec", few_of(["none", "int4", "fp16", "int8"], 2, pytest.mark.long))
+@pytest.mark.parametrize("rank", few_of([2, 0], 1, pytest.mark.long), ids=["other", "leader"])
 @pytest.mark.parametrize("kind", ["reversed", "everywhere", "one value"])
 async def test_values_that_are_too_large_are_left_out_and_the_member_is_named(kind: str, rank: int, codec: str) -> None:
     vectors = list(map(values_of, range(4)))
@@ -101,8 +102,8 @@ async def test_values_that_are_too_large_are_left_out_and_the_member_is_named(ki
         assert f"the values of peer {liar} are too large" in result.reason
 
 
-@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
-@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "other"])
+@pytest.mark.parametrize("codec", few_of(["none", "int4", "fp16", "int8"], 2, pytest.mark.long))
+@pytest.mark.parametrize("rank", few_of([2, 0], 1, pytest.mark.long), ids=["other", "leader"])
 @pytest.mark.parametrize("kind", ["reversed", "everywhere", "one value"])
 async def test_values_that_are_too_large_count_for_twice_the_usual_norm(kind: str, rank: int, codec: str) -> None:
     vectors = list(map(values_of, range(4)))

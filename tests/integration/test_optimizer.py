@@ -305,6 +305,7 @@ def test_a_batch_without_any_gradient_is_refused(options: dict[str, Any]) -> Non
         assert trainer.optimizer.statistics == before
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 def test_a_compiled_model_fits_a_plain_one() -> None:
     """torch.compile and wrappers of the model put words of their own into the names."""

@@ -254,6 +254,7 @@ def test_peers_with_another_frozen_base_are_refused(tmp_path: Path) -> None:
             collaborating(with_frozen_base(tmp_path / "other", 1e-3), other)
 
 
+@pytest.mark.long
 def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp_path: Path) -> None:
     with peers(2) as (one, other):
         first, second = made(tmp_path / "1", max_steps=6), made(tmp_path / "2", max_steps=6)
@@ -289,6 +290,7 @@ def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp
     assert not torch.equal(*orders), "with the same seed, too"
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Path) -> None:
     with peers(1) as (peer,):
         trainer = made(tmp_path, max_steps=3, save_strategy="steps", save_steps=2, bf16=True)
@@ -317,9 +319,9 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
 @pytest.mark.parametrize(
     "options",
     [
-        {"local_steps": manyhands.LocalSteps()},
+        pytest.param({"local_steps": manyhands.LocalSteps()}, marks=pytest.mark.long),
         pytest.param({"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)}, marks=pytest.mark.long),
-        {"local_steps": manyhands.LocalSteps(), "offload": True},
+        pytest.param({"local_steps": manyhands.LocalSteps(), "offload": True}, marks=pytest.mark.long),
         {"delay": "gradients"},
     ],
     ids=["local", "local, in parts", "local, offload", "delay"],
@@ -354,7 +356,11 @@ def training_loss(trainer: transformers.Trainer) -> float:
         return float(trainer.model(**whole)["loss"])
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "gradients"}], ids=["here", "offload", "delay"])
+@pytest.mark.parametrize(
+    "options",
+    few_of([{"delay": "gradients"}, {}, {"offload": True}], 1, pytest.mark.long),
+    ids=["delay", "here", "offload"],
+)
 def test_a_schedule_free_optimizer_trains_evaluates_and_resumes(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its evaluations are of the weights to evaluate; these are saved, and it trains others."""
 

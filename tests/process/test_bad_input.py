@@ -143,10 +143,10 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         nowhere = "/ip4/127.0.0.1/tcp/1"
         quiet = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
         started = time.monotonic()
-        with running("train", "--run-id", "r", "--initial-peers", somebody_else, nowhere, quiet) as command:
-            assert command.wait() == USAGE
-            assert time.monotonic() - started < 10 + STARTUP_S
-        *_, head, first, second, third = command.output.strip().splitlines()
+        code, output = called("train", "--run-id", "r", "--initial-peers", somebody_else, nowhere, quiet)
+        assert code == USAGE
+        assert time.monotonic() - started < 10 + STARTUP_S
+        *_, head, first, second, third = output.strip().splitlines()
         assert "none of the 3 initial peers could be reached" in head
         assert somebody_else in first
         assert "another identity answered" in first

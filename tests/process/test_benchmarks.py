@@ -91,6 +91,7 @@ def test_the_check_of_the_plan_reports_predicted_and_measured_seconds(tmp_path: 
     assert result["measured_s"] > 0
 
 
+@pytest.mark.long
 def test_the_constants_of_the_plan_are_printed_with_their_units() -> None:
     command = Command([str(BENCHMARKS / "plan_constants.py"), "--only", "codecs"], module=None)
     try:
@@ -257,6 +258,7 @@ def test_the_benchmark_of_a_collaboration_reports_its_figures(tmp_path: Path) ->
     assert set(result["heldout_loss_at_samples"]) >= {"1024"}
 
 
+@pytest.mark.long
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     arguments = ["--systems", "manyhands", "--peers", "2", "--mb", "1", "--codec", "none", "--rounds", "10000"]
     command = Command([str(BENCHMARKS / "allreduce.py"), *arguments], module=None)
@@ -318,6 +320,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_without_root_the_benchmark_of_reach_ends_with_one_line() -> None:
     command = Command(["-c", AS_USER, str(BENCHMARKS / "reach.py"), "--pairs"], module=None)
     try:

@@ -97,6 +97,7 @@ def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive:
         assert [path.name for path in folder.iterdir()] == ["data"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     train_tokenizer(BOOK.documents, 600).save_pretrained(str(tmp_path / "tokenizer"))
     with (tmp_path / "long.txt").open("w") as long:

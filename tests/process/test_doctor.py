@@ -36,6 +36,7 @@ def web_server() -> Iterator[str]:
         thread.join(5.0)
 
 
+@pytest.mark.long
 def test_doctor_passes_a_good_set_up_and_fails_a_broken_one(web_server: str, tmp_path: Path) -> None:
     with running("monitor", "--run-id", "r", "--listen", LOOPBACK) as monitor:
         address = address_of(monitor)

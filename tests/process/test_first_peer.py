@@ -68,6 +68,7 @@ def test_a_first_peer_that_reaches_nobody_says_so_and_begins_alone() -> None:
         first.wait_for("records held")
 
 
+@pytest.mark.long
 def test_a_first_peer_without_options_keeps_its_address_and_prints_it_in_both_forms(tmp_path: Path) -> None:
     told = []
     for _ in range(2):

@@ -11,6 +11,7 @@ from tests.process.test_benchmarks import results_of
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.long
 def test_the_benchmark_of_matchmaking_reports_its_figures(tmp_path: Path) -> None:
     results, _ = results_of("matchmaking.py", tmp_path, "--peers", "2,3", "--groups", "2")
     assert [(result["peers"], result["case"]) for result in results] == [

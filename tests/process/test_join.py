@@ -42,6 +42,7 @@ def wait_for_usage_error(command: Command, started: float) -> str:
     return command.output.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_commands_started_in_one_folder_without_an_address_find_each_other(tmp_path: Path) -> None:
     with running("monitor", *LISTEN, folder=tmp_path) as monitor:
         monitor.wait_for("Running DHT root at 127.0.0.1:")
@@ -156,6 +157,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command,
         yield command, address, ticket
 
 
+@pytest.mark.long
 def test_a_joiner_without_the_text_of_the_run_is_told_and_trains_on_no_other(
     trainer: tuple[Command, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_joiner_without_the_text_of_the_run_is_told_and_trains_on_no_other(
     assert re.search(r"Training on \d+ samples of .*other.txt; 64 others are held out", first.output)
 
 
+@pytest.mark.long
 def test_join_with_one_address_adopts_the_model_of_the_run_and_contributes(
     trainer: tuple[Command, str, str], tmp_path: Path
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
     assert peer_ids[0] == peer_ids[1]
 
 
+@pytest.mark.long
 def test_two_trainers_started_in_one_folder_use_a_state_folder_each(trainer: tuple[Command, str, str]) -> None:
     first, address, _ = trainer
     with running("train", "--run-id", "runA", "--initial-peers", address, *WITHOUT_TEXT, folder=first.folder) as second:

@@ -49,7 +49,9 @@ def test_ctrl_c_ends_a_monitor() -> None:
         assert_it_leaves(monitor, monitor.interrupt)
 
 
-@pytest.mark.parametrize(("closed", "command"), [(">&-", "monitor"), (">&- 2>&- <&-", "first-peer")])
+@pytest.mark.parametrize(
+    ("closed", "command"), few_of([(">&- 2>&- <&-", "first-peer"), (">&-", "monitor")], 1, pytest.mark.long)
+)
 def test_a_command_whose_output_is_closed_runs_and_leaves(closed: str, command: str, tmp_path: Path) -> None:
     words = [command, "--listen", LOOPBACK, "--events", str(tmp_path / "events")]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "manyhands", *words]
@@ -99,8 +101,26 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
         pytest.param("Training the tokenizer", marks=pytest.mark.sweep),
     ],
 )
-def test_ctrl_c_ends_a_trainer(moment: str) -> None:
-    with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", *SMALL) as trainer:
+def test_ctrl_c_ends_a_trainer(moment: str, tmp_path: Path) -> None:
+    """In ``make test`` although it takes 10 s: it is the only one there that runs a whole trainer."""
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"Sentence number {n} of this text. It has another one behind it.\n\n" for n in range(2000))
+    )
+    with running(
+        "train",
+        "--run-id",
+        "leaving",
+        "--listen",
+        LOOPBACK,
+        "--threads",
+        "1",
+        "--text",
+        str(text),
+        "--batch-size",
+        "4",
+        *SMALL,
+    ) as trainer:
         trainer.wait_for(moment)
         assert_it_leaves(trainer, trainer.interrupt)
 

@@ -72,6 +72,7 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
         assert later.wait() == INTERRUPTED, later.output
 
 
+@pytest.mark.long
 def test_a_monitor_that_starts_again_has_the_address_of_before(tmp_path: Path) -> None:
     watching = ("monitor", "--run-id", "seen", "--listen", LOOPBACK)
     with running(*watching, folder=tmp_path) as first:

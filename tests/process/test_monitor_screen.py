@@ -17,6 +17,7 @@ from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metrics
 from tests.process.commands import LOOPBACK
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
+from tests.sweeps import few_of
 from tests.waiting import PATIENCE_S
 
 pytestmark = [
@@ -103,7 +104,7 @@ def test_ctrl_z_gives_the_terminal_back_until_the_process_goes_on() -> None:
         assert terminal.wait() == INTERRUPTED, terminal.screen
 
 
-@pytest.mark.parametrize(("more", "env"), [(["--plain"], {}), ([], {"TERM": "dumb"})])
+@pytest.mark.parametrize(("more", "env"), few_of([([], {"TERM": "dumb"}), (["--plain"], {})], 1, pytest.mark.long))
 def test_log_lines_are_printed_where_no_screen_is_wanted_or_possible(more: list[str], env: dict[str, str]) -> None:
     with in_terminal(*MONITOR, *more, env=env) as terminal, a_trainer_of(terminal):
         terminal.wait_until(r"\[INFO\] Step #3  loss = 4\.5")

@@ -45,7 +45,13 @@ def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(
     assert "Going on from" in job.output
 
 
-@pytest.mark.parametrize("option", [("--stop-file", "stop"), ("--auxiliary", "--initial-peers", "127.0.0.1:1")])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--stop-file", "stop"),
+        pytest.param(("--auxiliary", "--initial-peers", "127.0.0.1:1"), marks=pytest.mark.long),
+    ],
+)
 def test_options_for_one_process_are_refused_under_torchrun(
     option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,14 @@ MODES: dict[str, dict[str, Any]] = {
     "local": {"local_steps": LocalSteps()},
     "local, offload": {"local_steps": LocalSteps(), "offload": True},
 }
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+in_each_mode = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=mode, marks=[pytest.mark.long] * (mode in ("offload", "delayed step", "local")))
+        for mode, options in MODES.items()
+    ],
+)
+"""The others are in ``make test-long``: each of their parts is in one of these too."""
 
 
 def new_model() -> torch.nn.Module:

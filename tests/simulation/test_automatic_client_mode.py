@@ -80,7 +80,7 @@ class Swarm:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("num_others", [1, 3])
+@pytest.mark.parametrize("num_others", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_peer_that_nobody_can_dial_trains_as_a_client(num_others: int, caplog: pytest.LogCaptureFixture) -> None:
     swarm = Swarm(num_others, steps_by=60.0)
     swarm.world.run(70.0)
@@ -94,6 +94,7 @@ def test_a_peer_that_nobody_can_dial_trains_as_a_client(num_others: int, caplog:
     assert caplog.text.count("takes part as a client") == 1
 
 
+@pytest.mark.long
 def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     opened_s = 40.0
     swarm = Swarm(2, steps_by=opened_s + 2 * ASK_AGAIN_S)

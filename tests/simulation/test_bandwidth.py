@@ -148,6 +148,7 @@ def test_a_peer_wrongly_taken_for_slow_or_fast_has_its_equal_part_again_within_t
     assert measured.owned[3] == EQUAL, measured.owned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("factor", "down_mbit_s"), few_of([(10.0, 1000.0), (2.0, None), (2.0, 1000.0), (4.0, None)]))
 def test_a_line_that_gets_slower_and_faster_again_is_found_within_three_rounds(
     factor: float, down_mbit_s: float | None

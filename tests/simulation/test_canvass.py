@@ -252,16 +252,17 @@ COORDINATOR = PeerId("coordinator")
 
 
 def test_a_peer_that_reaches_its_initial_peer_alone_follows_those_that_this_one_has_reached() -> None:
-    """A thousand identities of one machine are ahead, and another peer says that it has reached them everywhere."""
+    """Identities of one machine are ahead, and another peer says that it has reached them everywhere."""
 
     async def check() -> None:
         stranger = PeerId("stranger")
-        told = {COORDINATOR: HONEST | dict.fromkeys(FALSE, "47.1.1.1"), stranger: FALSE}
+        false = dict(list(FALSE.items())[: 3 * AT_ONCE])
+        told = {COORDINATOR: HONEST | dict.fromkeys(false, "47.1.1.1"), stranger: false}
         canvass = canvass_of(Dials({}, told), initial_peers=[COORDINATOR])
         ahead = Position(1000, b"elsewhere")
         records = {
             **records_of(HONEST),
-            **{one: replace(record, position=ahead) for one, record in records_of(FALSE).items()},
+            **{one: replace(record, position=ahead) for one, record in records_of(false).items()},
         }
         while not (believed := believed_by_a_newcomer(records, frozenset([COORDINATOR]), canvass.poll)):
             assert await canvass.brings_news()

@@ -18,6 +18,7 @@ from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +81,7 @@ def steps_of(member: Member, numbers: range, checkpoints: Checkpoints | None = N
             checkpoints.save_if_due()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", few_of(OPTIMIZERS, 1, pytest.mark.long))
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -126,7 +127,7 @@ def test_a_loop_goes_on_with_the_same_bits(
         assert torch.equal(buffer, dict(two.model.named_buffers())[name]), name
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", few_of(OPTIMIZERS, 1, pytest.mark.long))
 @pytest.mark.parametrize(
     ("dtype", "offload"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
@@ -161,7 +162,9 @@ def test_local_steps_go_on_from_the_agreed_parameters_where_a_checkpoint_was_sav
     assert len(set(digests)) == 1, "agreed parameters, outer momentum and schedule"
 
 
-@pytest.mark.parametrize("local_steps", [None, LocalSteps(nesterov)], ids=["synchronous", "local"])
+@pytest.mark.parametrize(
+    "local_steps", few_of([None, LocalSteps(nesterov)], 1, pytest.mark.long), ids=["synchronous", "local"]
+)
 def test_two_peers_that_resume_go_on_as_one_run(local_steps: LocalSteps | None, tmp_path: Path) -> None:
     """The one whose newest checkpoint is torn uses the one before it, and loads the state of the other."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)
@@ -423,6 +426,7 @@ def test_a_model_of_transformers_goes_on_and_is_one_that_transformers_loads(
     assert loaded.config.hidden_size == 8
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 def test_a_checkpoint_of_a_compiled_module_fits_the_plain_one(tmp_path: Path) -> None:
     def train(member: Member) -> None:

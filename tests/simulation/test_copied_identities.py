@@ -89,7 +89,7 @@ def test_of_two_peers_with_one_identity_the_younger_one_ends_within_30_s(caplog:
     machines.start("older", 1.0, COPIED)
     machines.start("younger", 60.0, COPIED)
     caplog.set_level(logging.ERROR)
-    machines.world.run(150.0)
+    machines.world.run(110.0)
     assert_only_the_younger_one_ended(machines.ended, caplog)
     assert f"another process has the identity of this peer, {COPIED.peer_id}: a folder" in machines.ended["younger"][1]
     assert machines.optimizers["older"].global_step > machines.optimizers["younger"].global_step > 0
@@ -99,9 +99,9 @@ def test_a_peer_that_was_killed_and_restarted_is_not_taken_for_a_second_one() ->
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("back", 1.0, COPIED)
-    machines.world.schedule(*(at(30.0 + 20 * turn).kill("back") for turn in range(3)))
-    machines.world.schedule(*(at(31.0 + 20 * turn).restart("back") for turn in range(3)))
-    machines.world.run(150.0)
+    machines.world.schedule(*(at(30.0 + 20 * turn).kill("back") for turn in range(2)))
+    machines.world.schedule(*(at(31.0 + 20 * turn).restart("back") for turn in range(2)))
+    machines.world.run(110.0)
     assert not machines.ended
 
 

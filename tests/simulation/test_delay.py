@@ -17,6 +17,7 @@ from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +69,7 @@ def test_gradients_are_at_most_one_step_old(delay: str) -> None:
     swarm.run()
 
 
-@pytest.mark.parametrize("delay", ["optimizer", "gradients"])
+@pytest.mark.parametrize("delay", few_of(["gradients", "optimizer"], 1, pytest.mark.long))
 def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: str) -> None:
     num_batches, longest = 60, {}
 
@@ -103,7 +104,7 @@ def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: 
         assert max(longest.values()) < 1.5, "for the round, but not for the step"
 
 
-@pytest.mark.parametrize("background_s", [0.5, 3.0, 6.0])
+@pytest.mark.parametrize("background_s", few_of([3.0, 0.5, 6.0], 1, pytest.mark.long))
 def test_the_next_step_begins_when_its_samples_are_there_and_the_last_one_has_ended(background_s: float) -> None:
     """Four peers compute the target in 4 s."""
     steps = delayed_steps(background_s)
@@ -189,7 +190,7 @@ def test_gradients_computed_during_a_step_count_in_the_next_one_and_all_peers_en
     assert quadratic(swarm.members["p0"].model) < 0.7 * quadratic(new_model()), "it learns"
 
 
-@pytest.mark.parametrize("moment_s", [20.1, 21.3, 23.7, 26.0])
+@pytest.mark.parametrize("moment_s", few_of([20.1, 21.3, 23.7, 26.0], 1, pytest.mark.long))
 def test_a_killed_peer_costs_the_others_no_sample(moment_s: float) -> None:
     def train(member: Member) -> None:
         if member.name == "p2":
@@ -254,7 +255,7 @@ def test_an_error_of_the_wrapped_optimizer_reaches_the_training_loop_and_spoils_
 
 def test_a_peer_that_falls_behind_loads_the_state_and_goes_on() -> None:
     def train(member: Member) -> None:
-        while member.optimizer.global_step < 25:
+        while member.optimizer.global_step < 18:
             member.step(quadratic(member.model))
             member.check_samples()
         member.optimizer.settle()

@@ -129,6 +129,7 @@ class Swarm:
             endpoint.answer_with(method, listening(endpoint.handlers[method.name]))
 
 
+@pytest.mark.long
 def test_peers_behind_a_firewall_are_named_to_nobody_and_slow_nobody_down() -> None:
     swarm = Swarm(seed=1)
     firewalled, ordinary = swarm.some_and_others(4, 12)

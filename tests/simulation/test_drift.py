@@ -18,9 +18,9 @@ from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BATCH_SIZE, TARGET = 4, 128
+BATCH_SIZE, BATCH_S, TARGET = 8, 1.0, 128
 """Four peers take 4 s for a step."""
-NUM_STEPS = 16
+NUM_STEPS = 10
 SPOILED_AT = 5  # global step
 ELSEWHERE: list[dict[str, Any]] = [{"delay": "gradients"}, {"delay": "optimizer"}, {"offload": True}]
 
@@ -64,7 +64,7 @@ class Run:
         while member.optimizer.global_step < num_steps:
             step = member.optimizer.global_step
             inputs = torch.randn(BATCH_SIZE, 40, generator=rng)
-            member.step((member.model(inputs) - inputs).square().mean())
+            member.step((member.model(inputs) - inputs).square().mean(), BATCH_S)
             member.check_samples()
             if member.optimizer.global_step != step:
                 self._note(member)
@@ -169,6 +169,7 @@ def test_peers_with_the_same_parameters_do_not_reload(
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", few_of(ELSEWHERE), ids=str)
 def test_a_peer_with_other_parameters_reloads_also_with_background_steps_and_offload(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -203,9 +204,10 @@ def test_peers_that_differ_by_rounding_do_not_reload(caplog: pytest.LogCaptureFi
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
 
 
+@pytest.mark.long
 def test_a_peer_whose_own_code_changes_its_parameters_loads_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(change={"p2": clamp})
-    members = run.go(num_steps=30)
+    members = run.go(num_steps=20)
     assert [member.optimizer.statistics.states_loaded for member in members.values()] == [0, 0, 1, 0]
     own = [text for text in warnings(caplog) if text.startswith("The parameters of this peer")]
     assert len(own) == 2, own
@@ -219,6 +221,7 @@ def test_a_peer_whose_own_code_changes_its_parameters_loads_once_and_says_so(cap
     assert max(run.apart) > BOUND
 
 
+@pytest.mark.long
 def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
     """It publishes wild numbers, other ones each time, now and then the right ones, and loads nothing itself."""
     rng = random.Random(5)
@@ -252,6 +255,7 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
     assert all(members["p3"].peer.peer_id in text for text in warnings(caplog))
 
 
+@pytest.mark.long
 def test_a_peer_that_missed_steps_does_not_reload_where_all_change_their_parameters_alike(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

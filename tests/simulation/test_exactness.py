@@ -17,7 +17,7 @@ from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 NUM_PEERS = 3
 TARGET = 24
 VOCABULARY, WIDTH = 11, 6
@@ -150,7 +150,7 @@ def test_clipping_changes_the_parameters_of_this_test() -> None:
 
 def test_a_loss_over_tokens_is_weighted_by_tokens() -> None:
     """The mean over a varying number of tokens, as with padding; the samples still count towards the target."""
-    num_steps, sizes = 20, [5, 9, 10]
+    num_steps, sizes = 12, [5, 9, 10]
 
     def tokens_of_step(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)

@@ -21,11 +21,12 @@ from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
 from tests.sweeps import few_of
 
-NUM_SEEDS = {name: 20 if name == "rpc" else 1 for name in SCENARIOS}
+NUM_SEEDS = {name: 8 if name == "rpc" else 1 for name in SCENARIOS}
 """`make sim` runs hundreds."""
 REPLAYED = ("dht", "training")
-"""A scenario without torch and one with it, both short: seed 1 of each runs twice. `make sim` replays the others."""
-SLOW = ("averages", "local")
+"""A scenario without torch and one with it, both short: seed 1 of each runs twice, with torch in `make test-long`.
+`make sim` replays the others."""
+SLOW = ("averages", "local", "rounds", "routers", "state")
 """Their own files of tests have faults too, and these scenarios take seconds for a seed."""
 
 
@@ -49,7 +50,9 @@ def test_scenarios_hold(name: str) -> None:
     assert not failed, "\n" + "\n".join(failed)
 
 
-@pytest.mark.parametrize("name", few_of([*REPLAYED, *sorted(set(SCENARIOS) - set(REPLAYED))], len(REPLAYED)))
+@pytest.mark.parametrize(
+    "name", [*few_of(REPLAYED, 1, pytest.mark.long), *few_of(sorted(set(SCENARIOS) - set(REPLAYED)), 0)]
+)
 def test_a_seed_replays_event_by_event(name: str, tmp_path: Path) -> None:
     first, replayed = run_seed(name, 1), run_seed(name, 1, tmp_path / "log")
     assert not first.error, first.report()
@@ -61,7 +64,7 @@ def test_a_seed_replays_event_by_event(name: str, tmp_path: Path) -> None:
 FAILED_ONCE = (1520, 117, 18, 1904, 1643, 625, 629)
 
 
-@pytest.mark.parametrize(("name", "seed"), few_of([("rounds", seed) for seed in FAILED_ONCE], 2))
+@pytest.mark.parametrize(("name", "seed"), few_of([("rounds", seed) for seed in FAILED_ONCE]))
 def test_scenarios_hold_for_seeds_that_failed_once(name: str, seed: int) -> None:
     """In these, peers that a fault had hit avoided each other in turn, for longer each time."""
     outcome = run_seed(name, seed)

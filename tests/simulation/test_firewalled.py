@@ -73,6 +73,7 @@ def help_until(swarm: Swarm, names: set[str]) -> Callable[[Member], None]:
     return help_out
 
 
+@pytest.mark.long
 def test_firewalled_peers_make_no_step_alone_keep_their_samples_and_say_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -108,6 +109,7 @@ def test_firewalled_peers_step_together_with_an_auxiliary_peer(caplog: pytest.Lo
     assert len(lines) == 4, "nothing more once the helper is there"
 
 
+@pytest.mark.long
 def test_a_firewalled_peer_without_the_state_is_told_that_it_will_drop_its_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_firewalled_peer_without_the_state_is_told_that_it_will_drop_its_gradi
     assert all("the others (1 of the 2) drop theirs when they load that state" in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_late_helper_is_given_the_state_by_firewalled_peers() -> None:
     """The first helper leaves at step 4; the second one and a trainer come with other parameters, at step 4 or so."""
     swarm, digests = Swarm(), dict[str, str]()
@@ -155,6 +158,7 @@ def test_a_late_helper_is_given_the_state_by_firewalled_peers() -> None:
         assert swarm.members[name].optimizer.statistics.samples_dropped <= 2 * TARGET
 
 
+@pytest.mark.long
 def test_a_trainer_that_can_be_dialled_gets_the_state_of_firewalled_peers_and_steps_with_them() -> None:
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(9, digests))
@@ -182,6 +186,7 @@ def test_firewalled_peers_go_on_alone_with_allow_solo() -> None:
     assert all(member.optimizer.global_step > 3 for member in swarm.members.values())
 
 
+@pytest.mark.long
 def test_a_trainer_that_firewalled_peers_cannot_reach_either_is_told_so_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,6 +205,7 @@ def test_a_trainer_that_firewalled_peers_cannot_reach_either_is_told_so_in_bound
         swarm.run(200.0)
 
 
+@pytest.mark.long
 def test_a_client_that_is_ahead_and_cannot_come_does_not_stop_the_run() -> None:
     """The host cannot ask it for its state, and goes on without it."""
     swarm = Swarm()

@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.contacts import Contacts, HereIAm
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +25,7 @@ LEAVES_S = 21.35
 GONE_S = LEAVES_S + 4.0
 
 
-@pytest.mark.parametrize("says_goodbye", [True, False])
+@pytest.mark.parametrize("says_goodbye", few_of([False, True], 1, pytest.mark.long))
 def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
     says_goodbye: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -34,7 +35,7 @@ def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
 
     def train(member: Member) -> None:
         while member.peer.time() < (LEAVES_S if member.name == "other" else 220.0):
-            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.1)
+            member.step(member.model(torch.randn(16, 4)).square().mean(), 0.4)
         if member.name == "other":
             member.peer.sleep(GONE_S - member.peer.time())
             member.peer.run(member.peer.presence.stop(), 10.0, "leaving")
@@ -42,7 +43,7 @@ def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
     for name, begins_s in (("one", 1.0), ("other", 1.5)):
         swarm.start(
             name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
-            begins_s=begins_s, target_batch_size=256, batch_size_per_step=4,
+            begins_s=begins_s, target_batch_size=256, batch_size_per_step=16,
         )  # fmt: skip
     if not says_goodbye:
         swarm.world.schedule(at(GONE_S - 0.5).kill("other"), at(GONE_S).call(lambda: swarm.done.add("other")))
@@ -81,6 +82,7 @@ def test_a_peer_that_does_not_call_step_is_told_of_without_a_flood(caplog: pytes
     assert "One of them may no longer call step()" in advice[0]
 
 
+@pytest.mark.long
 def test_a_peer_that_calls_step_no_more_holds_the_other_up_for_some_minutes_and_may_come_back() -> None:
     swarm = Swarm(seed=2)
     swarm.start_coordinator()

@@ -72,6 +72,7 @@ def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> Swarm
     return swarm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of([1, 3, 6, 8, 10]))
 def test_means_of_gradients_that_cancel_in_some_groups_leave_nobody_out(seed: int) -> None:
     """The mean of one group may be a hundred times as large as that of others."""

@@ -62,6 +62,7 @@ def in_grid(member: Member, num_peers: int) -> None:
         member.optimizer.step(batch_size=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_peers", "max_group_size", "num_rounds"), few_of([(12, 4, 2), (12, 3, 3)]))
 @pytest.mark.parametrize("name", few_of(["AdamW", "SGD"]))
 def test_twelve_peers_in_groups_make_the_steps_of_one_process(
@@ -154,6 +155,7 @@ def apart(vectors: list[torch.Tensor]) -> float:
     return float((stacked - mean).square().sum(dim=1).mean().sqrt() / mean.norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("phase", "number", "delay"),
     few_of([(phase, number, None) for number in (1, 0) for phase in PHASES] + [("averaging", 0, "gradients")]),

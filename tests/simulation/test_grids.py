@@ -30,14 +30,16 @@ def swarm_after(
     return swarm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_peers", "max_group_size"), few_of([(16, 4), (27, 4)]))
 def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int, max_group_size: int) -> None:
-    swarm = swarm_after(1, num_peers, max_group_size, 0.0)
+    num_steps = 5
+    swarm = swarm_after(1, num_peers, max_group_size, 0.0, num_steps)
     assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
     for before, after in zip(swarm.before_means[FIRST_STEPS:], swarm.means[FIRST_STEPS:], strict=True):
         assert abs(before - after) < ROUNDING
     assert max(swarm.group_sizes) <= max_group_size
-    assert swarm.partial[FIRST_STEPS:] == [0] * (NUM_STEPS - FIRST_STEPS)
+    assert swarm.partial[FIRST_STEPS:] == [0] * (num_steps - FIRST_STEPS)
     assert statistics.median(swarm.step_s) < 2.0, "a step waits for nobody if all are there"
     told = swarm.reported[FIRST_STEPS + 1 :]
     assert all(disagreement is not None and disagreement < ROUNDING for disagreement in told), told
@@ -45,12 +47,13 @@ def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int,
 
 def test_the_mean_of_a_full_grid_is_weighted_by_all_weights() -> None:
     """Also auxiliary peers, whose weight is 0, count with none of their values, and hold the mean."""
-    swarm = swarm_after(2, 16, 4, 0.0, weights=(1.0, 5.0, 0.0, 100.0, 3.0))
+    swarm = swarm_after(2, 16, 4, 0.0, num_steps=4, weights=(1.0, 5.0, 0.0, 100.0, 3.0))
     for before, after in zip(swarm.before_means[FIRST_STEPS:], swarm.means[FIRST_STEPS:], strict=True):
         assert abs(before - after) < ROUNDING
     assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of(range(2)))
 def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
     """Each value drifts by 1 before each step (root mean square); without averaging it would be 2.8 in the end."""
@@ -64,6 +67,7 @@ def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
     assert max(swarm.step_s) < 15.5, "what a step may take"
 
 
+@pytest.mark.long
 def test_a_peer_that_sits_out_a_step_costs_nobody_else_a_round() -> None:
     """Whoever it is: also the one with the lowest id, which leads each of its groups."""
     planned = {2 + number: (f"p{number}", Failure.SITS_OUT) for number in range(16)}
@@ -71,6 +75,7 @@ def test_a_peer_that_sits_out_a_step_costs_nobody_else_a_round() -> None:
     assert swarm.partial[FIRST_STEPS:] == [0] * (18 - FIRST_STEPS), swarm.reasons
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of(range(4)))
 def test_a_peer_that_comes_back_takes_a_cell_of_its_own_and_all_hold_one_mean(seed: int) -> None:
     """Every third step one dies. In the next one it takes a cell, which others may not know yet; then all do."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +53,7 @@ class Begin:
         return self.values
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3), 1, pytest.mark.long))
 def test_initial_parameters_are_those_of_the_peer_that_began_the_run(seed: int) -> None:
     """The lowest peer id once won, so that the first peer's pretrained weights were dropped more often than not."""
     begin = Begin(seed)
@@ -62,7 +63,7 @@ def test_initial_parameters_are_those_of_the_peer_that_began_the_run(seed: int) 
     assert begin.run() == dict.fromkeys(PEERS, 2.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3), 1, pytest.mark.long))
 def test_initial_parameters_stay_when_the_peer_that_began_the_run_leaves(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0, ends_s=15.0)
@@ -71,7 +72,7 @@ def test_initial_parameters_stay_when_the_peer_that_began_the_run_leaves(seed: i
     assert begin.run() == dict.fromkeys(PEERS, 2.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3), 1, pytest.mark.long))
 def test_initial_parameters_are_those_of_the_peer_with_start_new(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0)
@@ -80,7 +81,7 @@ def test_initial_parameters_are_those_of_the_peer_with_start_new(seed: int) -> N
     assert begin.run() == dict.fromkeys(PEERS, 3.0)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", few_of(range(2), 1, pytest.mark.long))
 def test_initial_parameters_are_those_of_a_client_that_began_the_run(seed: int) -> None:
     begin = Begin(seed)
     begin.start("p1", 0.0, client_mode=True)
@@ -89,7 +90,7 @@ def test_initial_parameters_are_those_of_a_client_that_began_the_run(seed: int) 
     assert begin.run() == dict.fromkeys(PEERS, 2.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3), 1, pytest.mark.long))
 def test_peers_that_begin_at_once_take_the_initial_parameters_of_one(seed: int) -> None:
     begin = Begin(seed)
     for name in PEERS:

@@ -71,6 +71,7 @@ def run_of(num_peers: int, *, killed: str = "", late: bool = False) -> tuple[dic
     return sizes, swarm.members
 
 
+@pytest.mark.long
 def test_members_that_know_a_sample_come_when_the_leader_calls_and_a_newcomer_takes_part(
     num_parts: Counter[str],
 ) -> None:
@@ -85,6 +86,7 @@ def test_members_that_know_a_sample_come_when_the_leader_calls_and_a_newcomer_ta
         assert member.optimizer.statistics.samples_dropped == 0
 
 
+@pytest.mark.long
 def test_the_run_goes_on_when_a_peer_that_is_to_lead_has_died(num_parts: Counter[str]) -> None:
     sizes, members = run_of(NUM_PEERS, killed="p3")
     assert num_parts["of few"] > NUM_STEPS

@@ -213,7 +213,7 @@ def test_with_a_delay_those_that_wait_together_are_dropped_once(from_s: float) -
     assert counts["p3"].states_loaded == 1
 
 
-@pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])
+@pytest.mark.parametrize("rank", few_of([0, 3], 1, pytest.mark.long), ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", few_of(PHASES))
 def test_a_peer_that_froze_in_a_phase_of_a_step_drops_only_samples_in_doubt(
     phase: str, rank: int, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +274,7 @@ def chance(seed: int) -> list[Fault]:
     return faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "delay", [pytest.param(None, marks=pytest.mark.long), "gradients"], ids=["synchronous", "delayed"]
 )

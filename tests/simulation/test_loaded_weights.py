@@ -27,12 +27,22 @@ MODES: dict[str, dict[str, Any]] = {
     "local, overlap": {"local_steps": LocalSteps(nesterov, overlap_steps=1)},
     "local, offload": {"local_steps": LocalSteps(nesterov), "offload": True},
 }
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+FEW = ("here", "delayed gradients", "local, offload")
+"""The modes in ``make test``."""
+in_each_mode = pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, id=mode, marks=[pytest.mark.long] * (mode not in FEW)) for mode, options in MODES.items()],
+)
 MODELS = {"float32": new_model, "bfloat16": half_model}
 in_each_mode_and_precision = pytest.mark.parametrize(
     ("options", "make"),
     [
-        pytest.param(options, make, id=f"{dtype}-{mode}", marks=[pytest.mark.sweep] if dtype == "bfloat16" else [])
+        pytest.param(
+            options,
+            make,
+            id=f"{dtype}-{mode}",
+            marks=[pytest.mark.sweep] * (dtype == "bfloat16") + [pytest.mark.long] * (mode not in FEW),
+        )
         for dtype, make in MODELS.items()
         for mode, options in MODES.items()
         if (mode, dtype) != ("here", "bfloat16")  # AdamW in half precision

@@ -156,7 +156,7 @@ def test_one_peer_with_plain_averaging_is_one_process() -> None:
 
 
 @pytest.mark.parametrize("steps", [MODES["plain"], MODES["nesterov"]], ids=["plain", "nesterov"])
-@pytest.mark.parametrize("num_peers", [2, 4])
+@pytest.mark.parametrize("num_peers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_peers_with_the_same_data_are_one_peer(num_peers: int, steps: LocalSteps) -> None:
     one, more = trace_of([shard_of(0)], steps), trace_of([shard_of(0)] * num_peers, steps)
     assert_equal(more, one, tolerance=0.0 if num_peers == 2 else 5e-7)  # halves are exact; four quarters are rounded

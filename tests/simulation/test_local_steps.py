@@ -209,8 +209,12 @@ def start_all(swarm: Swarm, names: Sequence[str], train: Callable[[Member], None
 
 @pytest.mark.parametrize(
     "steps",
-    [LocalSteps(nesterov), LocalSteps(nesterov, fragments=2), LocalSteps(nesterov, overlap_steps=2)],
-    ids=["whole", "fragments", "overlap"],
+    few_of(
+        [LocalSteps(nesterov, overlap_steps=2), LocalSteps(nesterov), LocalSteps(nesterov, fragments=2)],
+        1,
+        pytest.mark.long,
+    ),
+    ids=["overlap", "whole", "fragments"],
 )
 def test_unequal_peers_have_the_same_learning_rate_after_each_outer_step(steps: LocalSteps) -> None:
     rates: dict[str, dict[int, float]] = {}
@@ -245,7 +249,7 @@ def test_unequal_peers_have_the_same_learning_rate_after_each_outer_step(steps: 
     assert_all_agree(swarm)
 
 
-@pytest.mark.parametrize("overlap_steps", [2, 50])
+@pytest.mark.parametrize("overlap_steps", few_of([2, 50], 1, pytest.mark.long))
 def test_with_an_overlap_training_goes_on_and_the_average_is_merged_half_way(
     overlap_steps: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,7 +330,7 @@ def test_a_peer_without_local_steps_tells_one_with_them_what_is_missing() -> Non
         swarm.run()
 
 
-@pytest.mark.parametrize("helper", ["ordinary", "auxiliary"])
+@pytest.mark.parametrize("helper", few_of(["ordinary", "auxiliary"], 1, pytest.mark.long))
 @pytest.mark.parametrize("steps", few_of([LocalSteps(nesterov, fragments=2, overlap_steps=1), LocalSteps(nesterov)]))
 def test_two_peers_in_client_mode_train_with_one_that_can_be_dialled(helper: str, steps: LocalSteps) -> None:
     swarm = Swarm(seed=9)
@@ -358,7 +362,9 @@ def test_two_peers_in_client_mode_train_with_one_that_can_be_dialled(helper: str
 
 
 @pytest.mark.parametrize(
-    "steps", [LocalSteps(nesterov), LocalSteps(nesterov, fragments=4, overlap_steps=2)], ids=["whole", "fragments"]
+    "steps",
+    few_of([LocalSteps(nesterov, fragments=4, overlap_steps=2), LocalSteps(nesterov)], 1, pytest.mark.long),
+    ids=["fragments", "whole"],
 )
 def test_a_peer_eight_times_slower_takes_part_in_each_step(steps: LocalSteps) -> None:
     """With fragments it makes less than one inner step from one of them to the next."""
@@ -440,6 +446,7 @@ def test_a_peer_that_misses_a_round_brings_its_inner_steps_to_the_next(num_batch
     assert_all_agree(swarm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of(range(12)))
 def test_after_any_faults_no_inner_step_has_counted_twice(seed: int) -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)

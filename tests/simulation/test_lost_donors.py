@@ -16,6 +16,7 @@ from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.runtime.exit_delay import is_hurried
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,7 +102,9 @@ def _train(member: Member) -> None:
     member.step(member.model(inputs).square().mean(), BATCH_S)
 
 
-@pytest.mark.parametrize(("says_goodbye", "start_new"), [(False, None), (True, True)], ids=["killed", "left"])
+@pytest.mark.parametrize(
+    ("says_goodbye", "start_new"), few_of([(False, None), (True, True)], 1, pytest.mark.long), ids=["killed", "left"]
+)
 def test_a_newcomer_whose_only_donor_is_gone_waits_and_follows_it_when_it_is_back_with_its_checkpoint(
     says_goodbye: bool, start_new: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_leaving_donor_waits_up_to_its_limit_or_until_it_is_told_again(
     assert f"peer {lost.swarm.world.identity(NEWCOMER).peer_id} has not got all of the state" in caplog.text
 
 
+@pytest.mark.long
 def test_a_donor_at_the_end_of_its_training_waits_for_a_newcomer_that_has_not_joined_yet(tmp_path: Path) -> None:
     """It publishes nothing before it has the state."""
     lost = Lost(tmp_path, says_goodbye=True, before_it_leaves=lambda one: one.optimizer.wait_for_others(60.0))

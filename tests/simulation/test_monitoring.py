@@ -159,6 +159,7 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
     assert [event for event in late.events if isinstance(event, Happened) and event.kind == "restarted"] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_a_late_monitor_asks_its_initial_peers_one_of_which_never_ends_and_no_strangers(
     monkeypatch: pytest.MonkeyPatch,
@@ -199,6 +200,7 @@ def test_a_late_monitor_asks_its_initial_peers_one_of_which_never_ends_and_no_st
     assert asked == {"monitor", "slow"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     swarm, num_steps = Swarm(seed=2), 4
@@ -216,6 +218,7 @@ def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     assert watched.last.step == num_steps
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_with_fragments_credit_follows_the_counts_of_the_trainers() -> None:
     swarm, num_steps, num_fragments = Swarm(seed=4), 32, 4

@@ -54,6 +54,7 @@ def new_model() -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
 
 
+@pytest.mark.long
 def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch() -> None:
     """It finds no record then; it waits for its link, and loads the state of the others."""
     swarm, trainers, end_s = Swarm(seed=1), ("a", "b"), 60.0

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LATENCY_S = 0.03
 WIDTH = 200
 STEPS = 8
-LAST_STEP = 30
+LAST_STEP = 28
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,8 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
         assert before["public"] > 2.0 * max(clients), "it reduces for all"
 
 
-@pytest.mark.parametrize("num_coordinators", [1, 2])
+@pytest.mark.long
+@pytest.mark.parametrize("num_coordinators", few_of([1, 2], 1, pytest.mark.long))
 def test_a_peer_that_can_dial_only_coordinators_takes_part_in_every_step_of_a_run_under_way(
     num_coordinators: int,
 ) -> None:

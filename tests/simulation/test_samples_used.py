@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PACES_S = (0.5, 1.0, 2.0, 4.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay", few_of([None, "gradients"]), ids=["synchronous", "delayed"])
 @pytest.mark.parametrize("join_period_s", few_of([9.0, 0.0]), ids=["one after the other", "together"])
 @pytest.mark.parametrize(("num_peers", "num_steps"), few_of([(8, 15), (16, 50)]))

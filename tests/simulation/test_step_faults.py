@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", few_of(MODES))
-@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
+@pytest.mark.parametrize("rank", few_of([0, 2], 1, pytest.mark.long), ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", few_of(PHASES, 3))
 def test_the_others_learn_and_lose_no_sample_after_a_kill_in_any_phase(
     phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -157,12 +157,13 @@ def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> No
     assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jump_s", few_of([3600.0, -3600.0]))
 def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> None:
     """Its records count nowhere then, so the peer is alone until its clock is right; the others go on without it."""
     swarm, longest = Swarm(seed=6), Longest()
     names = ["p0", "p1", "p2"]
-    train_all(swarm, longest, names, 50, batch_s=dict.fromkeys(names, 2.0))
+    train_all(swarm, longest, names, 30, batch_s=dict.fromkeys(names, 2.0))
     swarm.world.schedule(at(20.0).clock("p1", jump_s), at(90.0).clock("p1", -jump_s))
     swarm.run(900.0)
     assert longest.wait_s < WAIT_LIMIT_S
@@ -212,6 +213,7 @@ def test_a_fast_peer_that_reaches_the_target_alone_waits_for_a_slow_one() -> Non
     assert_it_learns_and_agrees(swarm, ["fast", "slow"])
 
 
+@pytest.mark.long
 def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_step() -> None:
     """The lone peer goes on computing, but does not step away from who comes."""
     swarm, longest = Swarm(seed=9), Longest()
@@ -221,7 +223,7 @@ def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_st
         return torch.nn.Linear(300, 300)
 
     def train(member: Member) -> None:
-        longest.train_until(member, 120, 0.2)
+        longest.train_until(member, 80, 0.2)
 
     for name in ("early", "late"):
         swarm.start(name, big_model, sgd, train, target_batch_size=4, batch_size_per_step=4)
@@ -235,7 +237,7 @@ def test_a_newcomer_joins_a_lone_peer_though_its_download_takes_longer_than_a_st
     assert early.steps_alone >= 10
 
 
-@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("delay", few_of([None, "gradients"], 1, pytest.mark.long), ids=["synchronous", "delayed"])
 def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
     swarm, longest = Swarm(seed=12), Longest()
     killed_s, first_alone_s = 30.0, []
@@ -260,7 +262,7 @@ def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay
     assert_it_learns_and_agrees(swarm, ["p0"])
 
 
-@pytest.mark.parametrize("fault", ["partition", "freeze"])
+@pytest.mark.parametrize("fault", few_of(["partition", "freeze"], 1, pytest.mark.long))
 def test_a_silent_peer_is_not_taken_for_dead_before_its_record_expires(fault: str) -> None:
     """No machine says that it is gone: the peer pauses, and when the cut is over they go on together."""
     swarm, longest = Swarm(seed=13), Longest()

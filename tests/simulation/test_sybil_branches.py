@@ -63,13 +63,13 @@ def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:
     return run
 
 
-@pytest.mark.parametrize(
-    "claims", ["/ip4/46.{}.1.2/tcp/31000", pytest.param("/ip4/192.168.{}.2/tcp/31000", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
 def test_identities_of_one_machine_mislead_nobody_whatever_addresses_they_claim(claims: str) -> None:
     check_that_nobody_is_misled(attacked(claims))
 
 
+@pytest.mark.long
 def test_identities_of_one_machine_do_not_mislead_a_peer_that_only_loads_the_state() -> None:
     run, loaded = attacked("/ip4/46.{}.1.2/tcp/31000"), list[tuple[int, torch.Tensor]]()
 
@@ -87,6 +87,7 @@ def test_identities_of_one_machine_do_not_mislead_a_peer_that_only_loads_the_sta
     assert weight.abs().max() < SPOILT / 2
 
 
+@pytest.mark.long
 def test_one_machine_does_not_say_what_the_state_of_a_step_is() -> None:
     check_that_nobody_is_misled(attacked("/ip4/46.{}.1.2/tcp/31000", ahead=0))
 
@@ -105,6 +106,7 @@ def check_that_nobody_is_misled(run: ChartedRun) -> None:
     assert max(later - earlier for earlier, later in itertools.pairwise([*times, END_S])) < 12.0
 
 
+@pytest.mark.long
 def test_a_newcomer_that_reaches_nobody_begins_no_run_of_its_own() -> None:
     """It hears of the others from the first peer, and is cut off from them for a while."""
     run = ChartedRun(charter_of("open"), batch_s=2.0)

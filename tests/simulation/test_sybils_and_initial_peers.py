@@ -50,6 +50,7 @@ def attacked() -> ChartedRun:
     return run
 
 
+@pytest.mark.long
 def test_newcomers_follow_the_trainer_that_they_were_given_and_members_each_other() -> None:
     run = attacked()
     run.world.run(END_S)

@@ -56,6 +56,7 @@ def run(world: World, until_s: float) -> None:
     world.run(until_s)
 
 
+@pytest.mark.long
 def test_without_faults_every_sample_is_used() -> None:
     world, trainers = training_world(seed=1, num_peers=4)
     run(world, END_S)
@@ -83,6 +84,7 @@ def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
     assert trainers["p0"].optimizer.global_step > steps_then[0], "the run goes on"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few_of(range(3)))
 def test_a_step_is_made_when_the_target_is_reached_and_not_much_later(seed: int) -> None:
     """Though peers publish and read seldom: a batch takes 5 s, a step about 40 s."""
@@ -105,6 +107,7 @@ def test_a_step_is_made_when_the_target_is_reached_and_not_much_later(seed: int)
         assert trainer.optimizer.statistics.rounds_aborted == 0
 
 
+@pytest.mark.long
 def test_peers_say_little_while_the_target_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight peers, a batch each 5 s and a step about each minute: fewer than two calls for each peer and second."""
     num_peers, from_s, until_s = 8, 120, 300

@@ -13,6 +13,7 @@ from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,6 +88,7 @@ def waits(latency_s: float) -> list[float]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("latency_s", "wait_s"),
     [(0.1, 0.85), pytest.param(0.02, 0.165, marks=pytest.mark.long), pytest.param(0.2, 1.65, marks=pytest.mark.long)],
@@ -96,7 +98,8 @@ def test_the_wait_in_a_step_is_some_trips_between_the_peers(latency_s: float, wa
     assert statistics.mean(waits(latency_s)) == pytest.approx(wait_s, rel=0.1)
 
 
-@pytest.mark.parametrize(("target", "batch_s"), [pytest.param(256, 1.25, marks=pytest.mark.long), (320, 0.26)])
+@pytest.mark.long
+@pytest.mark.parametrize(("target", "batch_s"), [(256, 1.25), (320, 0.26)])
 def test_a_step_has_as_many_samples_as_its_target_says(target: int, batch_s: float) -> None:
     """Each of four peers brought one batch more, and three more when steps were short: 320 for 256, and 512 for 320."""
     sizes = samples_of_steps(target, 16, [batch_s] * 4, latency_s=0.02)
@@ -104,17 +107,19 @@ def test_a_step_has_as_many_samples_as_its_target_says(target: int, batch_s: flo
     assert target <= statistics.median(sizes) <= 1.08 * target, sizes
 
 
+@pytest.mark.long
 def test_peers_of_unequal_speeds_bring_little_more_than_the_target() -> None:
     sizes = samples_of_steps(256, 16, [0.6, 0.9, 1.2, 2.4], latency_s=0.02)
     assert 256 <= statistics.median(sizes) <= 256 + 3 * 16, sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "batches_s", "most"),
     [
         (64, [0.4, 0.43, 0.79, 0.83], 1.13),
-        pytest.param(256, [0.4, 0.43, 0.79, 0.83], 1.08, marks=pytest.mark.long),
-        pytest.param(64, [0.6, 0.9, 1.2, 2.4], 1.25, marks=pytest.mark.long),
+        (256, [0.4, 0.43, 0.79, 0.83], 1.08),
+        (64, [0.6, 0.9, 1.2, 2.4], 1.25),
     ],
 )
 def test_delayed_steps_have_little_more_than_the_target(target: int, batches_s: list[float], most: float) -> None:
@@ -180,7 +185,7 @@ def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:
     assert helped == {"p0", "p1"}
 
 
-@pytest.mark.parametrize("joins_s", [0.0, 20.0])
+@pytest.mark.parametrize("joins_s", few_of([20.0, 0.0], 1, pytest.mark.long))
 def test_an_auxiliary_peer_is_in_the_rounds_of_a_trainer_that_is_alone(joins_s: float) -> None:
     """So that the state survives that trainer. Nobody's values but the trainer's are in the state."""
     num_members: list[int] = []
@@ -202,6 +207,7 @@ def test_an_auxiliary_peer_is_in_the_rounds_of_a_trainer_that_is_alone(joins_s: 
     assert num_members[-10:].count(2) >= 8, str(num_members)  # it misses one now and then
 
 
+@pytest.mark.long
 def test_an_auxiliary_peer_that_freezes_holds_up_one_step_and_one_that_is_killed_none() -> None:
     """It has a place in the group that forms ahead, and is waited for as a trainer would be."""
     assert [wait_s > 1.0 for wait_s in waits_beside_a_helper("kill")] == [False] * 18
@@ -260,6 +266,7 @@ def test_steps_that_average_for_longer_than_they_compute_are_warned_of_once(capl
     assert any("samples computed here so far" in record.message for record in caplog.records)
 
 
+@pytest.mark.long
 def test_peers_whose_batches_take_seconds_still_meet_after_trouble() -> None:
     """A member is late four times, so less is waited for all; then it leaves. A call finds the others in mid-batch."""
     late_s, gone_s, end_s, batch_s = 60.0, 180.0, 330.0, 4.0

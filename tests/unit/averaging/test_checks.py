@@ -177,7 +177,7 @@ KINDS = ["zeros", "cancel", "alike", "rare", "heavy", "signs", "tiny", "huge", "
 
 
 @OF_EACH
-@pytest.mark.parametrize("seed", few_of(range(24), 4))
+@pytest.mark.parametrize("seed", [2, *few_of([0, 1, 3], 0, pytest.mark.long), *few_of(range(4, 24), 0)])
 def test_honest_reducers_are_never_complained_of(codec: Codec, seed: int) -> None:
     """Whatever the values are, whoever is clipped, absent from some chunks, or cannot be dialled."""
     rng = random.Random(f"{codec.name} {seed}")

@@ -334,7 +334,11 @@ def test_without_faults_all_are_in_one_group_that_the_first_leads_and_no_time_pa
 
 @pytest.mark.parametrize(
     ("names", "deaths"),
-    [("ab", 1), ("abc", 1), pytest.param("abc", 2, marks=pytest.mark.sweep)],
+    [
+        ("ab", 1),
+        pytest.param("abc", 1, marks=pytest.mark.long),
+        pytest.param("abc", 2, marks=pytest.mark.sweep),
+    ],
 )
 def test_the_others_find_a_group_or_a_reason_whichever_peer_dies_and_whenever(names: str, deaths: int) -> None:
     for world in ends_of(world_of(names, deaths=deaths, attempts=3)):
@@ -353,7 +357,7 @@ def test_a_loop_that_does_not_come_costs_the_others_one_wait(away: str) -> None:
         assert world.now <= 2 * PATIENCE_S, world.trace
 
 
-@pytest.mark.parametrize("cut", ["ab", "ac", "bc"])
+@pytest.mark.parametrize("cut", ["ab", "bc", pytest.param("ac", marks=pytest.mark.long)])
 def test_two_peers_that_cannot_reach_each_other_still_leave_a_group_of_two(cut: str) -> None:
     for world in ends_of(world_of("abc", cut=cut, attempts=3)):
         for peer in world.alive:

@@ -28,6 +28,7 @@ from manyhands.averaging.round.round_machine import (
     Told,
     Voted,
 )
+from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of
 
 LEADER = 0
@@ -299,7 +300,7 @@ def settled(world: World) -> World:
         (3, Faults(deaths=1, duplicates=1)),
         (3, Faults(stuck=1)),
         (3, Faults(breaks=1, duplicates=1)),
-        (3, Faults(deaths=1, departures=1, timeouts=1)),
+        pytest.param(3, Faults(deaths=1, departures=1, timeouts=1), marks=pytest.mark.long),
         pytest.param(4, Faults(deaths=1), marks=pytest.mark.long),
         (3, Faults(unlike=3)),
         (4, Faults(unlike=2)),
@@ -314,7 +315,11 @@ def test_in_all_orders_one_result_at_most_commits_and_every_survivor_learns_how_
 
 @pytest.mark.parametrize(
     ("num_members", "num_guests", "faults"),
-    [(4, 2, Faults(deaths=1)), (4, 1, Faults(stuck=1)), (3, 1, Faults(unlike=2)), (3, 2, Faults(breaks=1))],
+    few_of(
+        [(4, 1, Faults(stuck=1)), (3, 1, Faults(unlike=2)), (3, 2, Faults(breaks=1)), (4, 2, Faults(deaths=1))],
+        3,
+        pytest.mark.long,
+    ),
 )
 def test_guests_that_die_or_get_stuck_or_lie_stop_no_members(num_members: int, num_guests: int, faults: Faults) -> None:
     check_all_orders(num_members, faults, num_guests)

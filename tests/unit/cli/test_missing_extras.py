@@ -81,6 +81,7 @@ def check(site: Path, expected: Mapping[str, str]) -> None:
 
 
 def test_each_command_of_a_bare_install_names_the_extra_that_it_needs(tmp_path: Path) -> None:
+    """In ``make test`` although it takes 3 s: a package that is imported too early ends every bare install."""
     site = tmp_path / "site"
     site.mkdir()
     install(site, "manyhands")
@@ -112,6 +113,7 @@ def test_each_command_of_a_bare_install_names_the_extra_that_it_needs(tmp_path: 
     assert (script.returncode, script.stderr) == (2, f"manyhands: {MissingExtra('the ALBERT recipe', 'albert')}\n")
 
 
+@pytest.mark.long
 def test_a_trainer_names_the_extra_of_an_option(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

@@ -19,6 +19,7 @@ def template() -> Any:
     return cfn_yaml.load(str(TEMPLATE))
 
 
+@pytest.mark.long
 def test_the_template_has_no_mistake_that_can_be_found_without_aws() -> None:
     """Errors and warnings of cfn-lint, which knows the schemas of AWS."""
     import cfnlint.api  # takes a second, which each worker of `make test` would spend

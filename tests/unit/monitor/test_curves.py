@@ -55,6 +55,7 @@ def test_tensorboard_has_the_five_fields_and_those_of_evaluators(
     assert f"tensorboard --logdir {folder}" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_machine")
 def test_wandb_without_a_key_writes_an_offline_run_and_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -218,6 +219,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 
 
+@pytest.mark.long
 def test_no_curve_imports_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60

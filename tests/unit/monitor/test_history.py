@@ -194,6 +194,7 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
         open_history("run", tmp_path / "a file")
 
 
+@pytest.mark.long
 def test_final_steps_take_no_more_memory_the_longer_a_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

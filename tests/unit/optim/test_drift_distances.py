@@ -76,6 +76,7 @@ def test_sketches_that_are_not_finite_are_never_the_majority() -> None:
     assert distances(strange, 4, BOUND, 0.0) == {}
 
 
+@pytest.mark.long
 def test_parameters_that_are_about_the_same_are_not_far_off_for_rounding() -> None:
     """Their sums vanish by chance, in one step or another."""
     generator = torch.Generator().manual_seed(0)

@@ -35,6 +35,7 @@ from manyhands.optim.run.run_machine import (
     Tell,
     WaitUntilDue,
 )
+from tests.sweeps import few_of
 
 TARGET = 2  # batches
 START = Position(0, b"")
@@ -310,7 +311,7 @@ def explore(run: Run) -> int:
 
 @pytest.mark.parametrize(
     ("num_peers", "num_deaths", "num_restarts", "least"),
-    [(1, 1, 1, 10), (2, 0, 0, 50), (2, 1, 1, 500), (3, 0, 0, 1000)],
+    few_of([(1, 1, 1, 10), (2, 0, 0, 50), (2, 1, 1, 500), (3, 0, 0, 1000)], 3, pytest.mark.long),
 )
 def test_peers_never_split_nor_stand_still(num_peers: int, num_deaths: int, num_restarts: int, least: int) -> None:
     assert explore(Run.of(num_peers, num_deaths, num_restarts)) >= least

@@ -36,6 +36,7 @@ from manyhands.optim.run.run_machine import (
     Tell,
     WaitUntilDue,
 )
+from tests.sweeps import few_of
 
 CONFIG = AveragingConfig(matchmaking_time_s=16.0, averaging_timeout_s=60.0)
 MATE, GUEST = PeerId("mate"), PeerId("guest")
@@ -337,9 +338,13 @@ def key_of(machine: RunMachine, now: float) -> object:
     )  # fmt: skip
 
 
-def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold() -> None:
-    """All that a peer can know, in each state that can come about, while it changes from event to event."""
-    known = list(situations())
+@pytest.mark.parametrize("every", few_of([7, 1], 1, pytest.mark.long))
+def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold(every: int) -> None:
+    """All that a peer can know, in each state that can come about, while it changes from event to event.
+
+    A seventh of what it can know leads to most of these states.
+    """
+    known = list(situations())[::every]
     batches = [Batch(samples, 1.0, may_wait=may) for samples in (0, 8) for may in (False, True)]
     seen: set[object] = set()
     todo = [(RunMachine(CONFIG), 100.0, 0)]

@@ -54,7 +54,7 @@ for module in ("data.tokenizer", "data.samples", "batches", "model"):
 """
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers", "tokenizers"])
+@pytest.mark.parametrize("missing", ["torch", "tokenizers", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_missing_package_is_named_with_the_extra_to_install(missing):
     lines = run_python(IMPORT_WITHOUT_ONE_PACKAGE.format(missing=missing)).splitlines()
     assert lines == [str(MissingExtra("the ALBERT recipe", "albert"))] * 4

@@ -30,6 +30,7 @@ print(tokenizer_digest(train_tokenizer(json.load(sys.stdin), 600)))
 """
 
 
+@pytest.mark.long
 def test_another_process_trains_the_identical_tokenizer(documents, tokenizer):
     """With another order of hashes, and other threads."""
     is_parallel = os.environ.get("TOKENIZERS_PARALLELISM") != "false"

@@ -33,6 +33,7 @@ from manyhands.recipes.albert.data.prepare import Result, prepare
 from manyhands.recipes.albert.data.sample_files import SampleFiles
 from manyhands.recipes.albert.data.tokenizer import wrapped
 from manyhands.recipes.albert.data.tokenizer_file import digest_of_json, read_tokenizer
+from tests.sweeps import few_of
 from tests.unit.recipes.texts import BOOK, write_book
 
 COLUMNS = ["attention_mask", "input_ids", "sentence_order_label", "special_tokens_mask", "token_type_ids"]
@@ -94,7 +95,7 @@ def test_half_of_the_pairs_are_swapped_and_none_crosses_a_document(made):
     assert abs(labels[0] - labels[1]) < 4 * sum(labels.values()) ** 0.5 / 2 + 1, labels
 
 
-@pytest.mark.parametrize("kind", ["trained", "bert", "albert"])
+@pytest.mark.parametrize("kind", few_of(["trained", "bert", "albert"], 1, pytest.mark.long))
 def test_samples_are_what_encoding_the_text_of_each_pair_gives(made, book, tmp_path, kind, request):
     """The slow way, sentence by sentence and pair by pair, as the example of hivemind does it."""
     folder = made.folder
@@ -132,6 +133,7 @@ def slowly_made(sentences: list[str], tokenizer, rng: random.Random) -> list[dic
     return rows
 
 
+@pytest.mark.long
 def test_the_number_of_processes_changes_nothing(made, book, tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands.recipes.albert.data.prepare.CHUNK_CHARS", 9_000)  # many chunks
     other = prepare(settings_for(book, tmp_path, shards=3, num_proc=3))

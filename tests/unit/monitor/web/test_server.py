@@ -203,6 +203,7 @@ def test_the_api_names_the_unit_of_credit(served: Served) -> None:
     )
 
 
+@pytest.mark.long
 def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:
     served.run.repeat_points(100_000)  # 8 MB, more than the system keeps for a connection
     with served.client.stream("GET", "/api/points.csv", timeout=60.0) as answer:
