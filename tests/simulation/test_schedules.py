@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, ManifestMismatch
+from manyhands.optim.manifest import LOOKED_AT
 from tests.simulation.swarm_of_trainers import WAIT_S, Member, Swarm, together
 from tests.simulation.test_drop_in import adam, alone, loss_of, new_model
 from tests.sweeps import few_of
@@ -151,8 +152,7 @@ def test_a_checkpoint_may_have_another_learning_rate() -> None:
 # other peers
 
 
-def swarm_with(*schedules: Callable[[Any], Any] | None, num_steps: int = 4) -> Swarm:
-    """Peers with schedules that the manifest cannot tell apart, as they are functions."""
+def swarm_with(*schedules: Callable[[Any], Any] | None, num_steps: int = 6) -> Swarm:
     swarm = Swarm()
 
     def train(member: Member) -> None:
@@ -174,7 +174,18 @@ def swarm_with(*schedules: Callable[[Any], Any] | None, num_steps: int = 4) -> S
 
 
 def falling(divisor: float) -> Callable[[Any], Any]:
-    return lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step / divisor))
+    """A schedule that is the same for all where peers compare the learning rates when they join."""
+
+    def factor(step: int) -> float:
+        return 1 / (1 + step / (10.0 if step in LOOKED_AT else divisor))
+
+    return lambda inner: lr_scheduler.LambdaLR(inner, factor)
+
+
+def test_a_peer_whose_function_gives_other_learning_rates_cannot_join() -> None:
+    swarm = swarm_with(*(lambda inner, by=by: lr_scheduler.LambdaLR(inner, lambda step: by**step) for by in (0.9, 0.8)))
+    with pytest.raises(ManifestMismatch, match=r"learning rate after 0, 1, 2, .* steps is 0.05, 0.04, .* here"):
+        swarm.run()
 
 
 def test_peers_with_unlike_schedules_are_told_that_their_parameters_part(caplog: pytest.LogCaptureFixture) -> None:

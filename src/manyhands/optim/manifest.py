@@ -35,6 +35,11 @@ DECODED_IN_A_TURN = 8  # manifests, of at most 1 ms each, before the event loop 
 OPTION_NAMES = {"lr": "learning_rate"}  # options that have another name on the command line
 REST_OF_MODEL = "parameters outside the optimizer"
 """The fact of the manifest that has the digest of the model's rest; see :mod:`manyhands.optim.rest_of_model`."""
+LOOKED_AT = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""After how many steps peers compare the learning rates of their schedules when they join. A schedule may be a function
+(``LambdaLR``), which cannot be compared itself."""
+RATES = f"learning rate after {', '.join(map(str, LOOKED_AT))} steps"
+"""The fact of the manifest that has these learning rates."""
 MAX_DIFFERENT = 64
 """The largest number of different manifests that are decoded. A run has one, but strangers may publish thousands."""
 SHOWN_SIGNERS = 3
@@ -72,7 +77,7 @@ make_ready(RunManifest)
 def described_schedule(scheduler: Any) -> str:
     """A torch scheduler's class and constants, with those of nested schedulers; empty for None.
 
-    Functions, as in ``LambdaLR``, have no constants and cannot be compared.
+    Functions, as in ``LambdaLR``, have no constants and cannot be compared; see ``RATES``.
     """
     if scheduler is None:
         return ""
@@ -95,9 +100,12 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         here, there = getattr(own, name), getattr(run, name)
         if here != there:
             lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
+    keys = own.extra.keys() | run.extra.keys()
+    if (own.scheduler, own.hyper_parameters) != (run.scheduler, run.hyper_parameters):
+        keys -= {RATES}  # they differ for that
     lines += [
         f"{readable(key)} is {readable(here)} here, {readable(there)} in the run"
-        for key in sorted(own.extra.keys() | run.extra.keys())
+        for key in sorted(keys)
         if (here := own.extra.get(key, "not set")) != (there := run.extra.get(key, "not set"))
     ]
     if own.extra.get(REST_OF_MODEL) != run.extra.get(REST_OF_MODEL):

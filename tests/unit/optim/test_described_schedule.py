@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from manyhands.optim.manifest import described_schedule
+from manyhands.optim.state.check import ScheduleAtBegin
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -66,3 +67,44 @@ def test_the_description_can_be_read() -> None:
         "CosineAnnealingLR(T_max=100, eta_min=0.0))"
     )
     assert described_schedule(None) == ""
+
+
+def warm_up(num_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda inner: lr_scheduler.LambdaLR(inner, lambda step: min(1.0, (step + 1) / num_steps))
+
+
+def rates(make: Callable[[torch.optim.Optimizer], Any], num_moves: int = 0) -> str:
+    inner = optimizer()
+    scheduler = make(inner)
+    for _ in range(num_moves):
+        inner.step()
+        scheduler.step()
+    return ScheduleAtBegin(scheduler).rates()
+
+
+def test_functions_are_compared_by_the_learning_rates_that_they_give() -> None:
+    assert rates(warm_up(10)) == "0.01, 0.02, 0.03, 0.05, 0.09, 0.1, 0.1, 0.1, 0.1, 0.1"
+    assert rates(warm_up(20)).startswith("0.005, 0.01, 0.015, 0.025, 0.045, 0.085, 0.1, 0.1")
+    groups = torch.optim.SGD(
+        [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.1, 0.2, 0.1)], lr=0.1
+    )
+    assert ScheduleAtBegin(lr_scheduler.StepLR(groups, 100)).rates().startswith("0.1 and 0.2, 0.1 and 0.2")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        warm_up(10),
+        warm_up_then(100, 5),
+        lambda inner: lr_scheduler.OneCycleLR(inner, 0.1, 100),
+        lambda inner: lr_scheduler.CosineAnnealingWarmRestarts(inner, 5, 2),
+    ],
+)
+@pytest.mark.parametrize("num_moves", [1, 12])
+def test_a_schedule_that_has_moved_already_gives_the_same_learning_rates(make: Any, num_moves: int) -> None:
+    assert rates(make, num_moves) == rates(make)
+
+
+def test_a_schedule_that_ends_gives_the_learning_rates_until_then() -> None:
+    assert rates(lambda inner: lr_scheduler.OneCycleLR(inner, 0.1, 5)).count(",") == 3  # after 0, 1, 2 and 4 steps
+    assert rates(lambda inner: lr_scheduler.LambdaLR(inner, lambda step: [1.0, 0.5][step])) == "0.1, 0.05"

@@ -20,6 +20,7 @@ from manyhands.optim import manifest as manifest_module
 from manyhands.optim.manifest import (
     MAX_BYTES,
     MAX_DIFFERENT,
+    RATES,
     ManifestKeeper,
     RunManifest,
     by_signers,
@@ -126,6 +127,16 @@ def test_manifests_of_strangers_give_short_printable_differences(other: RunManif
     lines = differences(MANIFEST, other)
     assert lines
     assert all(line.isprintable() and len(line) < 3000 for line in lines)
+
+
+def test_learning_rates_of_a_schedule_are_compared_where_nothing_else_explains_them() -> None:
+    other = changed(extra=MANIFEST.extra | {RATES: "0.2, 0.1"})
+    own = changed(extra=MANIFEST.extra | {RATES: "0.2, 0.2"})
+    assert differences(own, other) == [
+        "learning rate after 0, 1, 2, 4, 8, 16, 32, 64, 128, 256 steps is 0.2, 0.2 here, 0.2, 0.1 in the run"
+    ]
+    other = changed(scheduler="StepLR()", extra=other.extra)
+    assert differences(own, other) == [f"scheduler is {MANIFEST.scheduler!r} here, 'StepLR()' in the run"]
 
 
 def test_equal_settings_have_no_differences() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.manifest import RunManifest
+from manyhands.optim.manifest import LOOKED_AT, RunManifest
 from manyhands.optim.serializable import is_number, serializable_part
 from manyhands.optim.state.state import (
     LOCAL_OPTIONS,
@@ -247,6 +248,24 @@ class ScheduleAtBegin:
                 "others with a copy; give one of torch.optim.lr_scheduler, LambdaLR say"
             ) from error
 
+    def rates(self) -> str:
+        """The learning rates after 0 and each of ``LOOKED_AT`` moves, as text that is the same on all machines.
+
+        Where parameter groups have different ones, all of these; none after a move that the schedule refuses.
+        """
+        moved, found = _rewound(self._begin), []
+        for number in range(LOOKED_AT[-1] + 1):
+            if number in LOOKED_AT:
+                rates = (float(group["lr"]) for group in moved.optimizer.param_groups)
+                found.append(" and ".join(dict.fromkeys(f"{rate:.6g}" for rate in rates)))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of torch, about its own schedules
+                    moved.step()
+            except Exception:  # noqa: BLE001 (OneCycleLR ends; a user's own function may fail anywhere)
+                break
+        return ", ".join(found)
+
     def options_in(self, state: State) -> list[dict[str, Any]]:
         """The options of the parameter groups that a state must have.
 
@@ -265,8 +284,43 @@ class ScheduleAtBegin:
         for _ in range(num_moves):
             moved.step()
         if not is_close(sent, serializable_part(moved.state_dict())):
-            raise ValueError(f"its schedule differs from that of the run after {num_moves} steps")
+            raise ValueError(
+                f"after {num_moves} steps its schedule is not what the one of this peer becomes; one of the two has "
+                "another schedule than the run"
+            )
         return hyper_parameters_of(moved.optimizer.param_groups)
+
+
+def _rewound(scheduler: Any) -> Any:
+    """A copy of a schedule from before its first move; as it is if it cannot be brought back there.
+
+    A loop may give a schedule that has moved already, as it goes on from a checkpoint of its own.
+    """
+    num_moves = _num_moves(scheduler.state_dict())
+    copied = copy.deepcopy(scheduler)
+    if not num_moves:
+        return copied
+    first = copied
+    while True:
+        inner = getattr(first, "_schedulers", [])
+        for one in (first, *inner):
+            one.last_epoch = -1 if one is not copied or not inner else 0
+        if not inner:
+            break
+        first = inner[0]
+    try:
+        for group in copied.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first._initial_step()  # noqa: SLF001 (what a schedule does when it is made)
+            again = copy.deepcopy(copied)
+            for _ in range(num_moves):
+                again.step()
+    except Exception:  # noqa: BLE001 (of a user's own class)
+        return copy.deepcopy(scheduler)
+    is_back = is_close(*(hyper_parameters_of(one.optimizer.param_groups) for one in (again, scheduler)))
+    return copied if is_back else copy.deepcopy(scheduler)
 
 
 class _OnlyOptions:

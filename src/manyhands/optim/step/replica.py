@@ -26,7 +26,7 @@ from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.timing import YIELD_S
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite, assign_flat, flattened
-from manyhands.optim.manifest import PROTOCOL, RunManifest, described_schedule
+from manyhands.optim.manifest import PROTOCOL, RATES, RunManifest, described_schedule
 from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import KNOWN_OPTIMIZERS, Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
@@ -412,6 +412,8 @@ class Replica:
             facts = facts | {"max_group_size": str(averaging.max_group_size)}
         if averaging.aggregate != AveragingConfig.aggregate:
             facts = facts | {"aggregate": averaging.aggregate}
+        if self._schedule is not None:
+            facts = facts | {RATES: self._schedule.rates()}
         groups = hyper_parameters_of(self.wrapped.param_groups)
         for group in groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
