@@ -97,7 +97,7 @@ async def test_stripes_that_break_the_rules_leave_nothing_behind(kind: str) -> N
             await send_frame(stream, bulk_hello(index=5, stream_id=number.to_bytes(16, "big")))
             await scene.counted("protocol_violations", number + 1)
         stream = await scene.dial(is_bulk=True)
-        await send_frame(stream, bulk_hello())
+        await send_frame(stream, bulk_hello(stream_id=bytes([255] * 16)))
         assert isinstance(await receive_frame(stream), Welcome)
         with pytest.raises(Timeout):
             async with time_limit(FAST.hello_timeout_s / 2, "while the other connection may still come"):
