@@ -83,7 +83,7 @@ async def averagers(
         config_of: of those that have another configuration than ``config``.
     """
     async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
-        members = []
+        members: list[tuple[RoundRunner, FixedMeeting, Endpoint]] = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
             meeting = FixedMeeting(endpoint, others)

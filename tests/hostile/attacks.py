@@ -131,7 +131,7 @@ class Attacker:
     """One machine, with as many identities as it likes."""
 
     def __init__(self, host: str, initial_peer: str) -> None:
-        peer_module.Endpoint = InterceptedEndpoint  # type: ignore[misc]
+        setattr(peer_module, "Endpoint", InterceptedEndpoint)  # noqa: B010 (its requests are answered otherwise)
         self.host = host
         self.initial_peer = initial_peer
         self.peer = Peer(initial_peers=[initial_peer], listen=[f"/ip4/{host}/tcp/0"])
@@ -343,7 +343,7 @@ def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, floa
                 contribution = dataclasses.replace(contribution, mean_N=mean_N, weight=weight, refill=None)
             return await average(step_rounds, contribution)
 
-        StepRounds.average = averaged  # type: ignore[method-assign]
+        StepRounds.average = averaged  # type: ignore[method-assign,assignment]
         train_and_attack(attacker, model, optimizer, is_attacking)
 
     return attack

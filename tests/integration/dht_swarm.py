@@ -99,12 +99,13 @@ class Swarm:
     def show(self, node: DhtNode, records: Sequence[Record]) -> Callable[[PeerId, FindRequest], FindResponse]:
         """Have a node show records that nobody has sent it, as if it held them; returns what answers."""
         endpoint, storage = self.endpoint_of(node), Storage(replace(CONFIG, max_bytes_per_owner=1 << 30), {}, {})
-        now, key, honest = asyncio.get_running_loop().time(), records[0].key, endpoint.handlers[FIND.name]
+        now, key = asyncio.get_running_loop().time(), records[0].key
+        honest: Any = endpoint.handlers[FIND.name]
         for record in records:
             assert storage.offer(AgedRecord(record, 0.0), now, self.wall_now, "").is_stored
 
         def answer(remote: PeerId, request: FindRequest) -> FindResponse:
-            response = honest(remote, request)
+            response: FindResponse = honest(remote, request)
             now = asyncio.get_running_loop().time()
             if request.key != key:
                 return response

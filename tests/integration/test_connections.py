@@ -119,8 +119,10 @@ async def test_a_held_connection_stays() -> None:
         await there.reach(here.peer_id, PATIENCE_S)
         with here.held(there.peer_id), there.held(here.peer_id):
             await here.call(there.peer_id, ECHO, Text("hi"))
+            before = list(here.wire.dialled)
             await asyncio.sleep(0.5)
             assert here.is_connected(there.peer_id)
+            assert list(here.wire.dialled) == before, "and is not another one"
         await until(lambda: not here.is_connected(there.peer_id), "it is closed once nobody holds it")
 
 
@@ -168,7 +170,7 @@ async def test_the_connection_of_a_client_stays() -> None:
 async def test_a_peer_that_never_agrees_to_drain_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.rpc.connection.DRAIN_TIMEOUT_S", 0.2)
     monkeypatch.setattr("manyhands.rpc.pool.SPARE_AFTER_S", 0.0)
-    config = replace(SHORT_IDLE, max_connections=1)
+    config = replace(SHORT_IDLE, max_connections=1, heartbeat_timeout_s=60.0)
     async with (
         endpoints(1, kind="tls", config=config) as (there,),
         raw_control(there) as stream,
