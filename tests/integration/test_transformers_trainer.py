@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
+from tests.accelerators import forget_accelerator
 from tests.schedule_free import ScheduleFreeAdamW
 from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, in_threads, peers
@@ -36,8 +36,7 @@ def libraries_are_as_before() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
 
 
 class Tagger(torch.nn.Module):
