@@ -422,7 +422,7 @@ async def child_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, Add
         if process.returncode is None:
             process.kill()
         await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]
+        process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 (asyncio has no public name for it)
 
 
 async def loss_of_child(endpoint: Endpoint, address: Address, process: Any, number: int) -> tuple[float, PeerLost]:

@@ -440,7 +440,7 @@ def test_missing_and_superfluous_arguments_of_the_callback_are_refused(tmp_path:
     with pytest.raises(ConfigError, match=r"Trainer\(model_init\(\), "):
         CollaborativeCallback(made_late)
     several = made(tmp_path)
-    several.args._n_gpu = 2
+    several.args._n_gpu = 2  # noqa: SLF001 (transformers counts them once, and has no public way to say so)
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2 "):
         CollaborativeCallback(several)
     with peers(1) as (peer,):

@@ -58,7 +58,7 @@ async def streams_from(here: Endpoint, there: Endpoint, num: int) -> AsyncIterat
 def pace_of(stream: Stream) -> int | None:
     """As the system has it, in bytes per second; None without one."""
     assert isinstance(stream, SealedStream)
-    sock = stream._sock
+    sock = stream._sock  # noqa: SLF001 (what the system has is shown by the socket alone)
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MAX_PACING_RATE_OFFSET + 8)
     (rate,) = struct.unpack_from("=Q", info, MAX_PACING_RATE_OFFSET)
     return None if rate in NO_PACE else int(rate)
