@@ -54,11 +54,13 @@ async def relayed_pair() -> AsyncIterator[Pair]:
 
 async def fails(one: Endpoint, other: Endpoint, relay: PeerId) -> Way:
     """Have a stream through a relay lack data; returns the way that the two are connected then."""
+    before = one.num_streams, other.num_streams
     stream = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
     assert one.way_to(other.peer_id) == relayed_by(relay)
     one.fell_short(stream)
     one.release(stream)
     await until(lambda: one.way_to(other.peer_id) not in (None, relayed_by(relay)), "another relay has taken over")
+    await until(lambda: (one.num_streams, other.num_streams) == before, "the old connection is gone")
     way = one.way_to(other.peer_id)
     assert way is not None
     return way
@@ -160,11 +162,13 @@ async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -
     async with relayed_pair() as pair:
         for relay, next_one in ((pair.hostile, pair.honest), (pair.honest, pair.hostile)):
             assert await fails(pair.one, pair.other, relay.peer_id) == relayed_by(next_one.peer_id)
-        before = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
-        pair.one.release(stream)
-        after = pair.hostile.counters["relayed_streams"], pair.honest.counters["relayed_streams"]
-        assert after == (before[0] + 1, before[1])
+        before = pair.hostile.counters["relayed_streams"]
+        pair.one.fell_short(stream)
+        later = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
+        assert pair.hostile.counters["relayed_streams"] == before, "although the connection still leads through it"
+        for one in (stream, later):
+            pair.one.release(one)
 
 
 async def test_once_a_relay_has_failed_those_that_the_user_named_are_asked_before_other_volunteers() -> None:
@@ -176,15 +180,17 @@ async def test_once_a_relay_has_failed_those_that_the_user_named_are_asked_befor
         assert await echoed(one, other)
         first = one.way_to(other.peer_id)
         assert first is not None
-        *others, named = (relay for relay in relays if relayed_by(relay.peer_id) != first)
+        named = next(relay for relay in relays if relayed_by(relay.peer_id) != first)
         await one.connect(named.addresses[0])
-        ways = [first]
-        for _ in relays:
-            assert ways[-1].relay is not None
-            ways.append(await fails(one, other, ways[-1].relay))
-        assert ways[1] == relayed_by(named.peer_id)
-        assert {*ways[2:5]} == {relayed_by(relay.peer_id) for relay in others}
-        assert ways[5] == first, "which has failed before all others"
+        stream = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
+        assert named.counters["relayed_streams"] == 0, "the one of the connection is asked first"
+        one.fell_short(stream)
+        later = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
+        assert named.counters["relayed_streams"] >= 1
+        for each in (stream, later):
+            one.release(each)
+        await until(lambda: one.way_to(other.peer_id) not in (None, first), "another relay has taken over")
+        assert await echoed(one, other)
 
 
 async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lead_nowhere() -> None:
