@@ -215,7 +215,7 @@ class Training:
         self._mode, self._model, self._seed = case.mode, case.model, case.seed
         self._size = size = case.size
         self._num_steps = case.mode.steps(size.steps)
-        self._shards = Shards(case.model, case.mode.shards, PEERS, size, case.seed)
+        self.shards = Shards(case.model, case.mode.shards, PEERS, size, case.seed)
 
     def row(self) -> Row:
         """Train, and return the figures."""
@@ -234,13 +234,13 @@ class Training:
             **(seen.row() if seen.steps else {}),
         }
 
-    def _new_model(self) -> torch.nn.Module:
+    def new_model(self) -> torch.nn.Module:
         return new_model(self._model, self._size, self._seed)
 
     def _new_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return BySamples(model.parameters(), self._size.rate, self._num_steps)
 
-    def _new_inner(self, model: torch.nn.Module) -> BySamples | MuonBySamples:
+    def new_inner(self, model: torch.nn.Module) -> BySamples | MuonBySamples:
         if self._mode.rule is not None and self._mode.rule.muon:
             return MuonBySamples(model, self._size.rate, self._num_steps)
         return BySamples(model.parameters(), self._size.rate, self._num_steps)
@@ -250,13 +250,13 @@ class Training:
         if self._mode.H and self._mode.rule is not None:
             model, seen = train_apart(
                 self._mode.rule, self._mode.H, self._num_steps, self._size.batch,
-                self._new_model, self._new_inner, self._shards.batch,
+                self.new_model, self.new_inner, self.shards.batch,
             )  # fmt: skip
             return heldout_loss(self._model, model, self._size), seen
-        model, seen = self._new_model(), Seen()
-        inner = self._new_inner(model)
+        model, seen = self.new_model(), Seen()
+        inner = self.new_inner(model)
         for step in range(self._num_steps):
-            inner_step(model, inner, joined([self._shards.batch(peer, step) for peer in range(PEERS)]), seen)
+            inner_step(model, inner, joined([self.shards.batch(peer, step) for peer in range(PEERS)]), seen)
         return heldout_loss(self._model, model, self._size), seen
 
     def _together(self) -> tuple[float, float, float]:
@@ -269,7 +269,7 @@ class Training:
             loaded = optimizer.statistics.states_loaded
             sent.begin(member)
             for step in range(self._num_steps):
-                member.step(member.model(**self._shards.batch(peer, step)).loss, BATCH_S)
+                member.step(member.model(**self.shards.batch(peer, step)).loss, BATCH_S)
                 if (step + 1) % per_average == 0:
                     self._wait(member, (step + 1) // per_average)
             optimizer.settle()
@@ -286,7 +286,7 @@ class Training:
             swarm.world.network.default_link.latency_s = OVERLAP_LATENCY_S
         for peer in range(PEERS):
             swarm.start(
-                f"peer{peer}", self._new_model, self._new_optimizer, train,
+                f"peer{peer}", self.new_model, self._new_optimizer, train,
                 batch_size_per_step=self._size.batch, max_grad_norm=MAX_GRAD_NORM, begins_s=float(peer),
                 **mode.options(self._size.batch),
             )  # fmt: skip

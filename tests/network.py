@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import UnionType
 
 import msgspec
 
@@ -16,6 +17,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import CONTROL, Frame, Hello, Welcome, receive_frame, send_frame
 from manyhands.transport import ControlStream, MemoryNetwork, MemoryTransport, TlsTransport, Transport
+from tests.wire import WatchedEndpoint
 
 PATIENCE_S = 20.0
 """For whatever must come in one process: a busy machine takes long, and a test that passes does not wait for it."""
@@ -54,18 +56,23 @@ async def endpoints(
     kind: str = "memory",
     clients: Sequence[int] = (),
     config: RpcConfig | None = None,
-    make: Callable[..., Endpoint] = Endpoint,
-) -> AsyncIterator[list[Endpoint]]:
-    """``num_peers`` endpoints that know each other's addresses; those numbered in ``clients`` do not listen."""
+    make: Callable[..., WatchedEndpoint] = WatchedEndpoint,
+    are_acquainted: bool = True,
+) -> AsyncIterator[list[WatchedEndpoint]]:
+    """``num_peers`` endpoints; those numbered in ``clients`` do not listen.
+
+    Args:
+        are_acquainted: whether they know each other's addresses.
+    """
     network = MemoryNetwork()
-    swarm: list[Endpoint] = []
+    swarm: list[WatchedEndpoint] = []
     try:
         for number in range(num_peers):
             endpoint = make(transport_of(number, kind, network), client_mode=number in clients, config=config)
             if number not in clients:
                 await endpoint.listen([LOOPBACK])
             swarm.append(endpoint)
-        for endpoint in swarm:
+        for endpoint in swarm if are_acquainted else ():
             for other in swarm:
                 endpoint.learn(other.peer_id, other.addresses)
         yield swarm
@@ -79,6 +86,12 @@ def transport_of(number: int, kind: str, network: MemoryNetwork) -> Transport:
     return TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, network)
 
 
+def transport_beside(endpoint: WatchedEndpoint, identity: Identity) -> Transport:
+    """The transport of another peer, with which an endpoint can be dialled."""
+    own = endpoint.wire.transport
+    return MemoryTransport(identity, own.network) if isinstance(own, MemoryTransport) else TlsTransport(identity)
+
+
 def serve_echo(endpoint: Endpoint) -> None:
     async def echo(remote: PeerId, request: Text) -> Text:
         return Text(f"{request.text} from {endpoint.peer_id}")
@@ -87,32 +100,31 @@ def serve_echo(endpoint: Endpoint) -> None:
 
 
 class StuckHandler:
-    """Serves ``STUCK``: never answers, and shows when it was called and cancelled."""
+    """Serves ``STUCK``: never answers, and shows when it was called and cancelled, and how many calls are running."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.called = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.num_calls = 0
+        self.num_running = 0
         endpoint.handle(STUCK, self._serve)
 
     async def _serve(self, remote: PeerId, request: Text) -> Text:
         self.num_calls += 1
+        self.num_running += 1
         self.called.set()
         try:
             await asyncio.Event().wait()
         finally:
+            self.num_running -= 1
             self.cancelled.set()
         raise AssertionError("nobody sets that event")
 
 
 @asynccontextmanager
-async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -> AsyncIterator[ControlStream]:
+async def raw_control(endpoint: WatchedEndpoint, number: int = 99) -> AsyncIterator[ControlStream]:
     """A stream to a listening endpoint after hello and welcome, for a peer that behaves as the test wants."""
-    if kind == "tls":
-        transport: Transport = TlsTransport(identity_of(number))
-    else:
-        assert isinstance(endpoint._transport, MemoryTransport)
-        transport = MemoryTransport(identity_of(number), endpoint._transport._network)
+    transport = transport_beside(endpoint, identity_of(number))
     stream = await transport.dial(endpoint.addresses[0], 5.0)
     try:
         await send_frame(stream, Hello(CONTROL))
@@ -120,13 +132,12 @@ async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -
         yield stream
     finally:
         stream.abort()
-        if kind == "tls":
-            transport.close()
+        transport.close()
 
 
-async def next_frame(stream: ControlStream, kind: type[Frame]) -> Frame:
-    """The next frame of one kind; the pings between are skipped."""
-    async with time_limit(PATIENCE_S, f"waiting for a {kind.__name__} frame"):
+async def next_frame(stream: ControlStream, kind: type[Frame] | UnionType) -> Frame:
+    """The next frame of one kind, or of some; the pings between are skipped."""
+    async with time_limit(PATIENCE_S, f"waiting for a frame: {kind}"):
         while not isinstance(frame := await receive_frame(stream), kind):
             pass
     return frame

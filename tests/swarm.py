@@ -16,7 +16,6 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
-from tests.wire import WatchedEndpoint
 
 __all__ = ["RUN_ID", "FixedMeeting", "averagers", "endpoints", "identity_of"]
 
@@ -83,8 +82,8 @@ async def averagers(
     Args:
         config_of: of those that have another configuration than ``config``.
     """
-    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config, make=WatchedEndpoint) as swarm:
-        members = []
+    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
+        members: list[tuple[RoundRunner, FixedMeeting, Endpoint]] = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
             meeting = FixedMeeting(endpoint, others)

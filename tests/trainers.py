@@ -19,6 +19,7 @@ from manyhands.averaging import AveragingConfig
 from manyhands.base.identity import Identity, PeerId
 from manyhands.optim import ProgressConfig
 from manyhands.transport import TlsTransport
+from tests.inside import OpenOptimizer
 from tests.wire import Wire
 
 FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, default_refresh_s=0.2, ttl_s=5.0)
@@ -115,7 +116,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(seed)
         settings: dict[str, Any] = {"averaging": AVERAGING, "progress": FAST} | options
         inner = make(self.model) if make is not None else torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.optimizer = manyhands.Optimizer(
+        self.optimizer = OpenOptimizer(
             inner,
             peer=peer,
             run_id=run_id,

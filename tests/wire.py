@@ -24,22 +24,29 @@ Change = Callable[[Any, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
 
 
 class Wire:
-    """A transport that knows its streams, and can cut all of them at once, as the death of the process does."""
+    """A transport that knows its streams, and can cut all of them at once, as the death of the process does.
+
+    Attributes:
+        transport: opens the connections.
+        streams: those that something refers to still.
+        dialled: of these, those that were dialled here.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.identity = transport.identity
         self.streams: WeakSet[Stream] = WeakSet()
-        self._transport = transport
+        self.dialled: WeakSet[Stream] = WeakSet()
+        self.transport = transport
         self._listeners: list[Listener] = []
         self._is_cut = False
 
     async def dial(self, address: Address, timeout_s: float) -> ControlStream:
-        stream = await self._transport.dial(address, timeout_s)
+        stream = await self.transport.dial(address, timeout_s)
         self._note(address, stream)
         return stream
 
     async def dial_bulk(self, address: Address, timeout_s: float) -> Stream:
-        stream = await self._transport.dial_bulk(address, timeout_s)
+        stream = await self.transport.dial_bulk(address, timeout_s)
         self._note(address, stream)
         return stream
 
@@ -48,62 +55,69 @@ class Wire:
             stream.abort()
             raise DialFailed(str(address), DialReason.REFUSED)
         self.streams.add(stream)
+        self.dialled.add(stream)
 
     async def listen(self, address: Address, on_stream: OnStream) -> Listener:
         async def note(stream: Stream) -> None:
             self.streams.add(stream)
             await on_stream(stream)
 
-        listener = await self._transport.listen(address, note)
+        listener = await self.transport.listen(address, note)
         self._listeners.append(listener)
         return listener
 
     async def dial_through(self, carrier: Stream, peer_id: PeerId, timeout_s: float, *, is_bulk: bool) -> Stream:
-        stream = await self._transport.dial_through(carrier, peer_id, timeout_s, is_bulk=is_bulk)
+        stream = await self.transport.dial_through(carrier, peer_id, timeout_s, is_bulk=is_bulk)
         self.streams.add(stream)
         return stream
 
     async def accept_through(self, carrier: Stream, timeout_s: float) -> Stream:
-        stream = await self._transport.accept_through(carrier, timeout_s)
+        stream = await self.transport.accept_through(carrier, timeout_s)
         self.streams.add(stream)
         return stream
 
     async def forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
-        await self._transport.forward(one, other, chunk_bytes, pay)
+        await self.transport.forward(one, other, chunk_bytes, pay)
 
     def public_ip6(self) -> str:
-        return self._transport.public_ip6()
+        return self.transport.public_ip6()
 
     def take_port(self) -> Port:
-        return self._transport.take_port()
+        return self.transport.take_port()
 
     async def dial_from(
         self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float, *, is_bulk: bool
     ) -> Stream:
-        stream = await self._transport.dial_from(port, places, peer_id, timeout_s, is_bulk=is_bulk)
+        stream = await self.transport.dial_from(port, places, peer_id, timeout_s, is_bulk=is_bulk)
         self.streams.add(stream)
         return stream
 
     async def accept_from(self, port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
-        stream = await self._transport.accept_from(port, places, peer_id, timeout_s)
+        stream = await self.transport.accept_from(port, places, peer_id, timeout_s)
         self.streams.add(stream)
         return stream
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
+
+    def abort_all(self) -> None:
+        """End all streams."""
+        for stream in list(self.streams):
+            stream.abort()
 
     async def cut(self) -> None:
         """End all streams, and accept and dial no more. Nothing is said to anybody."""
         self._is_cut = True
-        for stream in list(self.streams):
-            stream.abort()
+        self.abort_all()
         for listener in self._listeners:
             await listener.close()
 
-    async def num_open(self) -> int:
+    async def num_open(self, *, only_dialled: bool = False) -> int:
         """Number of streams that neither end has closed."""
-        closing = [asyncio.ensure_future(stream.wait_closed()) for stream in list(self.streams)]
-        await asyncio.sleep(0)
+        streams = self.dialled if only_dialled else self.streams
+        closing = [asyncio.ensure_future(stream.wait_closed()) for stream in list(streams)]
+        for _ in range(8):  # more turns of the loop than one that is closed takes
+            await asyncio.sleep(0)
         num_open = sum(not task.done() for task in closing)
         for task in closing:
             task.cancel()

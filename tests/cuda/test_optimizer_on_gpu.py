@@ -324,7 +324,7 @@ def test_a_model_moved_to_the_gpu_after_its_optimizer_is_made_trains_as_in_one_p
     def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
         model.cuda()
         plain_loop(number, optimizer, model)
-        buffer = optimizer._samples._accumulator._mean
+        buffer = optimizer._samples._accumulator._mean  # noqa: SLF001 (where the sum is only costs time)
         assert buffer is not None
         assert buffer.flat_N.is_cuda, "each batch would be copied to the host"
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+import manyhands.peer as peer_module
 from manyhands.access import Charter, Lease, SignedCharter
 from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
@@ -56,7 +57,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.issuing import Issuer
-from manyhands.dht.messages import STORE, FindRequest, FindResponse, StoreOutcome, StoreRequest
+from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, StoreOutcome, StoreRequest
 from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
@@ -64,18 +65,20 @@ from manyhands.optim.metrics import AccountRecord, metrics_key
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import MAX_COUNT
 from manyhands.optim.run.run_records import declare_run
+from manyhands.optim.run.step_rounds import StepRounds
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
 from manyhands.rpc import RpcConfig
-from manyhands.rpc.frames import Hello
 from manyhands.rpc.punched_streams import PUNCH, PunchRequest
 from manyhands.rpc.relayed_streams import RELAYED
 from manyhands.testing.lies import lie_about_means
-from manyhands.transport import Stream, TlsTransport
+from manyhands.transport import Stream, TlsTransport, Transport
+from tests.dht_requests import store_at
 from tests.hostile import networks
 from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
+from tests.intercepted import InterceptedEndpoint
 from tests.phases import change_butterflies
 
 TTL_S = 10.0
@@ -128,6 +131,7 @@ class Attacker:
     """One machine, with as many identities as it likes."""
 
     def __init__(self, host: str, initial_peer: str) -> None:
+        setattr(peer_module, "Endpoint", InterceptedEndpoint)  # noqa: B010 (its requests are answered otherwise)
         self.host = host
         self.initial_peer = initial_peer
         self.peer = Peer(initial_peers=[initial_peer], listen=[f"/ip4/{host}/tcp/0"])
@@ -156,11 +160,17 @@ class Attacker:
     def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
         return self.peer.run(coro, 60.0, "preparing")
 
-    def more(self, num: int, hosts: Sequence[str] = (), config: RpcConfig | None = None) -> list[Presence]:
+    def more(
+        self,
+        num: int,
+        hosts: Sequence[str] = (),
+        config: RpcConfig | None = None,
+        transport_of: Callable[[Identity], Transport] = TlsTransport,
+    ) -> list[Presence]:
         """Further identities at the same address, or each at one of these, which must be of this machine."""
 
         async def start(host: str) -> Presence:
-            presence = Presence(TlsTransport(Identity.generate()), rpc_config=config)
+            presence = Presence(transport_of(Identity.generate()), rpc_config=config)
             await presence.start([Address.parse(self.initial_peer)], [Address.parse(f"/ip4/{host}/tcp/0")])
             print("identity", presence.peer_id, flush=True)
             return presence
@@ -324,17 +334,16 @@ def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, floa
     def attack(attacker: Attacker) -> None:
         model = new_model()
         optimizer = joined(attacker.peer, model)
-        step_rounds = optimizer._collaboration.step_rounds
-        average = step_rounds.average
+        average = StepRounds.average
         is_attacking = threading.Event()
 
-        async def averaged(contribution: Contribution) -> Any:
+        async def averaged(step_rounds: StepRounds, contribution: Contribution) -> Any:
             if is_attacking.is_set():
                 mean_N, weight = change(contribution.mean_N.clone(), contribution.weight)
                 contribution = dataclasses.replace(contribution, mean_N=mean_N, weight=weight, refill=None)
-            return await average(contribution)
+            return await average(step_rounds, contribution)
 
-        step_rounds.average = averaged  # type: ignore[method-assign]
+        StepRounds.average = averaged  # type: ignore[method-assign,assignment]
         train_and_attack(attacker, model, optimizer, is_attacking)
 
     return attack
@@ -488,8 +497,8 @@ def publish_records_of(attacker: Attacker, identities: list[Identity], addresses
             )
             for identity in identities
         ]
-        writer: Any = next(part for part in vars(presence.dht).values() if type(part).__name__ == "Writer")
-        await writer._write(records)
+        for contact in presence.dht.contacts():
+            await store_at(presence.endpoint, contact.peer_id, records)
 
     attacker.forever(0.5, act)
 
@@ -589,8 +598,9 @@ def fill(
 
 def show(presence: Presence, records: Sequence[Record]) -> None:
     """Have a node show these records to all readers of their key, whatever it holds, and whomever they ask for."""
-    handlers: Any = presence.dht._handlers
-    answer, key = handlers.answer, records[0].key
+    endpoint, key = presence.endpoint, records[0].key
+    assert isinstance(endpoint, InterceptedEndpoint)
+    answer: Any = endpoint.handlers[FIND.name]
     shown = sorted(records, key=lambda record: record.subkey)
 
     def answer_with_all(remote: Any, request: FindRequest) -> FindResponse:
@@ -606,7 +616,7 @@ def show(presence: Presence, records: Sequence[Record]) -> None:
             page.append(AgedRecord(record, 0.0))
         return msgspec.structs.replace(response, records=page, is_responsible=True, is_more=len(page) < len(rest))
 
-    handlers.answer = answer_with_all
+    endpoint.answer_with(FIND, answer_with_all)
 
 
 async def hand_over(presence: Presence, peer_id: Any, records: Sequence[Record]) -> None:
@@ -693,17 +703,20 @@ def download_again(attacker: Attacker) -> None:
 def relay_that(spoil: Spoil) -> Attack:
     """Volunteers relay, spoil all that they forward, and say that streams of theirs come from other peers."""
 
+    def spoiling(identity: Identity) -> TlsTransport:
+        transport = TlsTransport(identity)
+        Spoiling(transport, spoil, HANDSHAKE_BYTES)
+        return transport
+
     def attack(attacker: Attacker) -> None:
-        relays = attacker.more(NUM_RELAYS, config=RpcConfig(relay_mbit_s=1000.0))
+        relays = attacker.more(NUM_RELAYS, config=RpcConfig(relay_mbit_s=1000.0), transport_of=spoiling)
         own = {attacker.peer.peer_id, *(one.peer_id for one in relays)}
-        for presence in relays:
-            Spoiling(presence.endpoint, spoil, HANDSHAKE_BYTES)
 
         async def act(presence: Presence) -> None:
             for peer_id in presence.endpoint.ways():
                 if peer_id not in own:
                     with contextlib.suppress(ManyhandsError):
-                        await presence.endpoint._open_near(peer_id, Hello(RELAYED), CALL_S)
+                        await presence.endpoint.open_bulk(peer_id, RELAYED, b"", CALL_S)
 
         attacker.forever(0.5, act, *relays)
 

@@ -22,7 +22,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import records as records_module
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.messages import FIND
-from manyhands.dht.records import AgedRecord, Record, encode_value
+from manyhands.dht.records import Record, encode_value
 from tests.integration.dht_swarm import CONFIG, Swarm
 from tests.unit.dht.examples import WALL_NOW
 
@@ -82,8 +82,7 @@ async def measure(num_nodes: int, *, is_open: bool) -> None:
             ]
             for identity in near[:num_nodes]:
                 node = await swarm.add(host=host, identity=identity, config=NO_LIMIT)
-                for record in records:
-                    node._handlers.hold(identity.peer_id, AgedRecord(record, 0.0))
+                swarm.show(node, records)
         for node in honest:
             await node.store(KEY, "here", TTL_S, subkey=swarm.endpoint_of(node).peer_id)
         await report(swarm, ids)

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from manyhands.rpc import Endpoint
-from manyhands.transport.api import Pay, Stream
+from manyhands.transport.api import Pay, Stream, Transport
 from manyhands.transport.tls import _socket_of
 
 FLOOD_BYTES = 1 << 20
@@ -37,19 +36,20 @@ async def floods(data: bytes) -> bytes:
 
 @dataclass
 class Spoiling:
-    """Has an endpoint spoil what it relays.
+    """Has a peer spoil what it relays.
 
     Attributes:
+        transport: of the peer.
         spoil: what it does with all that it forwards from now on; None if it is honest.
         spoils_from: so many bytes of each direction it forwards as they are.
     """
 
-    endpoint: Endpoint
+    transport: Transport
     spoil: Spoil | None = None
     spoils_from: int = 0
 
     def __post_init__(self) -> None:
-        self.endpoint._transport.forward = self._forward  # type: ignore[method-assign]
+        self.transport.forward = self._forward  # type: ignore[method-assign]
 
     async def _forward(self, one: Stream, other: Stream, chunk_bytes: int, pay: Pay) -> None:
         with ExitStack() as stack:

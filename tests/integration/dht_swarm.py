@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.dht.ids import distance, key_id, node_id
-from manyhands.dht.messages import PING, STORE, StoreRequest
+from manyhands.dht.messages import FIND, PING, STORE, FindRequest, FindResponse, StoreRequest
 from manyhands.dht.records import AgedRecord, Record
+from manyhands.dht.storage import Storage
 from manyhands.rpc import Endpoint
 from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport, Transport
 from tests.dht_requests import records_at, store_at
@@ -91,6 +95,29 @@ class Swarm:
         """Have one node hold records, which a client sends to it and to no other."""
         outcomes = await store_at(await self._client_of(node), self.endpoint_of(node).peer_id, records)
         assert [outcome.code for outcome in outcomes] == ["accepted"] * len(records)
+
+    def show(self, node: DhtNode, records: Sequence[Record]) -> Callable[[PeerId, FindRequest], FindResponse]:
+        """Have a node show records that nobody has sent it, as if it held them; returns what answers."""
+        endpoint, storage = self.endpoint_of(node), Storage(replace(CONFIG, max_bytes_per_owner=1 << 30), {}, {})
+        now, key = asyncio.get_running_loop().time(), records[0].key
+        honest: Any = endpoint.handlers[FIND.name]
+        for record in records:
+            assert storage.offer(AgedRecord(record, 0.0), now, self.wall_now, "").is_stored
+
+        def answer(remote: PeerId, request: FindRequest) -> FindResponse:
+            response: FindResponse = honest(remote, request)
+            now = asyncio.get_running_loop().time()
+            if request.key != key:
+                return response
+            if not request.wants_records:
+                return msgspec.structs.replace(response, digest=storage.digest(key, now, request.owners))
+            held, is_more = storage.page(key, request.after, now, request.owners, request.most)
+            num_held = storage.num_held(key, now) if request.most is not None else 0
+            page = [one.aged(now) for one in held]
+            return msgspec.structs.replace(response, records=page, is_more=is_more, num_held=num_held)
+
+        endpoint.answer_with(FIND, answer)
+        return answer
 
     async def lose(self, node: DhtNode, key: str, subkeys: Sequence[str] = ("",)) -> None:
         """Have a node hold unsigned records no more, as if it had missed the write.

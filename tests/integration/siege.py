@@ -17,13 +17,14 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost
 from manyhands.base.identity import Identity, PeerId
-from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc import RpcConfig
 from manyhands.rpc.frames import CONTROL, Hello, Request, Welcome, receive_frame, send_frame
-from manyhands.transport import MemoryTransport, Stream, TlsTransport, Transport
+from manyhands.transport import Stream, Transport
 from manyhands.transport.api import is_control
 from tests.machine import Machine
-from tests.network import ECHO, Text, endpoints, identity_of, serve_echo, until
+from tests.network import ECHO, Text, endpoints, identity_of, serve_echo, transport_beside, until
 from tests.sweeps import few_of
+from tests.wire import WatchedEndpoint
 
 KINDS = few_of(["tls", "memory"])
 """Of transports: strangers come over TLS."""
@@ -43,13 +44,14 @@ class Siege:
         there: the attacked endpoint; it serves ``ECHO``.
         honest: the endpoint that goes on calling it.
         latencies: of the honest calls, in seconds.
+        num_sockets: sockets and files that may be open in the end.
     """
 
-    there: Endpoint
-    honest: Endpoint
+    there: WatchedEndpoint
+    honest: WatchedEndpoint
     latencies: list[float] = field(default_factory=list)
     address: Address = field(init=False)
-    _num_sockets: int = 0
+    num_sockets: int = 0
     _streams: list[Stream] = field(default_factory=list)
     _transports: dict[PeerId, Transport] = field(default_factory=dict)
 
@@ -59,11 +61,7 @@ class Siege:
     async def dial(self, identity: Identity = ATTACKER, *, is_bulk: bool = False) -> Any:
         """A stream of the attacker, before its hello; it ends with the block at the latest."""
         if identity.peer_id not in self._transports:
-            here = self.there._transport
-            is_memory = isinstance(here, MemoryTransport)
-            self._transports[identity.peer_id] = (
-                MemoryTransport(identity, here._network) if is_memory else TlsTransport(identity)
-            )
+            self._transports[identity.peer_id] = transport_beside(self.there, identity)
         transport = self._transports[identity.peer_id]
         stream: Any = await (transport.dial_bulk if is_bulk else transport.dial)(self.address, 5.0)
         self._streams.append(stream)
@@ -100,9 +98,10 @@ class Siege:
 
     def expect_sockets(self, more: int) -> None:
         """So many more than before are open in the end, as the test opened them for the attacked peer."""
-        self._num_sockets += more
+        self.num_sockets += more
 
-    async def _call_forever(self) -> None:
+    async def call_forever(self) -> None:
+        """Call as the honest peer, and check and time each answer."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -125,7 +124,7 @@ async def siege(
         await asyncio.sleep(0.01)
         tasks_before = _num_tasks()
         scene.expect_sockets(num_sockets())
-        calling = asyncio.ensure_future(scene._call_forever())
+        calling = asyncio.ensure_future(scene.call_forever())
         with Machine() as machine:
             try:
                 await scene.served()
@@ -140,7 +139,7 @@ async def siege(
         if not calling.cancelled():
             calling.result()
         await until(lambda: _num_tasks() <= tasks_before, "the attacker's tasks have ended")
-        await until(lambda: num_sockets() <= scene._num_sockets, "the attacker's sockets are closed")
+        await until(lambda: num_sockets() <= scene.num_sockets, "the attacker's sockets are closed")
         assert not there.is_connected(ATTACKER.peer_id)
         latencies = sorted(scene.latencies)
         p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))

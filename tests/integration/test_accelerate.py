@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.training.accelerate import counted
+from tests.accelerators import forget_accelerator
 from tests.trainers import AVERAGING, BATCH_SIZE, FAST, new_model, peers
 
 
@@ -21,8 +21,7 @@ from tests.trainers import AVERAGING, BATCH_SIZE, FAST, new_model, peers
 def accelerate_is_as_before() -> Iterator[None]:
     """It keeps its state for the whole process."""
     yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
 
 
 def train(

@@ -17,6 +17,7 @@ import torch
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.base.errors import ConfigError
+from tests.phases import around_connects, on_phase
 from tests.trainers import Trainer, in_threads, peers
 
 CONFIG = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
@@ -53,9 +54,10 @@ def test_one_step_at_a_time_and_closing_the_peer_ends_it() -> None:
         other = manyhands.Averager([torch.zeros(3)], peer=second, run_id="closing", averaging=CONFIG)
         results: list[manyhands.RoundResult] = []
         stepping = threading.Thread(target=lambda: results.append(averager.step(timeout_s=20.0)))
+        has_begun = threading.Event()
+        on_phase(first.peer_id, lambda phase: has_begun.set())
         stepping.start()
-        while not averager._is_stepping.locked():
-            time.sleep(0.001)
+        assert has_begun.wait(120)
         with pytest.raises(manyhands.ManyhandsError, match="step\\(\\) is running in another thread"):
             averager.step()
         time.sleep(0.2)  # it is somewhere in matchmaking
@@ -76,14 +78,14 @@ def test_closing_the_peer_in_an_exchange_ends_the_step_as_closing_the_averager_d
         other = manyhands.Averager([torch.zeros(3)], peer=second, run_id="closing", averaging=CONFIG)
         in_exchange = threading.Event()
 
-        async def connect_slowly(*_: Any) -> None:
+        async def connect_slowly(*_: Any) -> Any:
             in_exchange.set()
             try:
                 await asyncio.Event().wait()
             finally:
                 await asyncio.Event().wait()  # what it does takes longer than the peer's close()
 
-        averager._averager_loop.rounds._streams.connect = connect_slowly  # type: ignore[method-assign]
+        around_connects(first.peer_id, connect_slowly)
         results: list[manyhands.RoundResult] = []
 
         def close() -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -20,9 +21,11 @@ from manyhands.rpc import AddressSource, Endpoint, RpcConfig, StreamMethod
 from manyhands.rpc.calling import ITEMS_AHEAD
 from manyhands.rpc.dialling import in_turns
 from manyhands.rpc.frames import CallFailure, Cancel, Drain, Hello, Item, Request, encode_frame, send_frame
+from manyhands.transport import Stream
 from tests.network import (
     ECHO,
     KINDS,
+    LOOPBACK,
     PATIENCE_S,
     STUCK,
     StuckHandler,
@@ -32,6 +35,7 @@ from tests.network import (
     next_frame,
     raw_control,
     serve_echo,
+    transport_beside,
     transport_of,
     until,
 )
@@ -41,8 +45,9 @@ COUNT: StreamMethod[Text, Text] = StreamMethod("test.count", Text, Text)
 SHORT_IDLE = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=5.0, idle_timeout_s=0.2)
 
 
-def num_connections(here: Endpoint, there: Endpoint) -> int:
-    return len(here._pool._connections.get(there.peer_id, []))
+async def connect_anew(here: Endpoint, there: Endpoint) -> None:
+    """Dial another connection to a connected peer; one of them is retired."""
+    await here.connect(Address.parse(there.addresses[0].host_port))
 
 
 # settling
@@ -63,9 +68,10 @@ async def test_simultaneous_dials_settle_on_one_connection_and_lose_no_call(kind
         ]
         answers = await asyncio.gather(*calls)
         assert len(answers) == 40
-        await until(lambda: num_connections(here, there) == num_connections(there, here) == 1, "one is left")
-        (kept,) = here._pool.all()
-        assert kept.is_dialled == (here.peer_id < there.peer_id)
+        await until(lambda: here.num_streams == there.num_streams == 1, "one is left")
+        lower, higher = sorted((here, there), key=lambda endpoint: endpoint.peer_id)
+        assert await lower.wire.num_open(only_dialled=True) == 1
+        assert await higher.wire.num_open(only_dialled=True) == 0
         assert lost == []
         assert (await here.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
 
@@ -82,8 +88,8 @@ async def test_calls_from_both_ends_all_the_while_connections_come_and_go(seed: 
                 await caller.call(callee.peer_id, ECHO, Text(str(number)))
                 for _ in range(rng.randrange(8)):
                     await asyncio.sleep(0)
-                if rng.random() < 0.3 and (connection := caller._pool.of(callee.peer_id)) is not None:
-                    connection.retire()
+                if rng.random() < 0.3:
+                    await connect_anew(caller, callee)
 
         async with time_limit(PATIENCE_S, "for all calls"):
             await asyncio.gather(call_often(here, there), call_often(there, here), call_often(here, there))
@@ -100,30 +106,30 @@ async def test_an_idle_connection_is_closed_by_both_ends_and_is_no_loss() -> Non
         for endpoint in (here, there):
             serve_echo(endpoint)
             endpoint.on_lost.append(lost.append)
-        here._pool._was_reached = True
+        await there.reach(here.peer_id, PATIENCE_S)
         await here.call(there.peer_id, ECHO, Text("hi"))
-        await until(lambda: not here._pool.all() and not there._pool.all(), "both have closed it")
+        await until(lambda: here.num_streams == there.num_streams == 0, "both have closed it")
         assert lost == []
-        assert not here._streams
-        assert not there._streams
         assert (await there.call(here.peer_id, ECHO, Text("again"))).text.startswith("again")
 
 
 async def test_a_held_connection_stays() -> None:
     async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
         serve_echo(there)
-        here._pool._was_reached = True
+        await there.reach(here.peer_id, PATIENCE_S)
         with here.held(there.peer_id), there.held(here.peer_id):
             await here.call(there.peer_id, ECHO, Text("hi"))
+            before = list(here.wire.dialled)
             await asyncio.sleep(0.5)
             assert here.is_connected(there.peer_id)
+            assert list(here.wire.dialled) == before, "and is not another one"
         await until(lambda: not here.is_connected(there.peer_id), "it is closed once nobody holds it")
 
 
 async def test_a_connection_that_one_end_holds_is_replaced_when_the_other_end_retires_it() -> None:
     async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
         serve_echo(there)
-        here._pool._was_reached = True
+        await there.reach(here.peer_id, PATIENCE_S)
         await here.call(there.peer_id, ECHO, Text("hi"))
         lost: list[PeerId] = []
         there.on_lost.append(lost.append)
@@ -137,11 +143,12 @@ async def test_a_peer_that_nobody_ever_reached_keeps_its_connections() -> None:
     """It may sit behind a firewall without knowing; then this is the only way to it."""
     async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
         serve_echo(there)
-        serve_echo(here)
+        connected: list[PeerId] = []
+        there.on_connected.append(connected.append)
         await here.call(there.peer_id, ECHO, Text("hi"))
         await asyncio.sleep(0.5)
-        there._book._known.clear()
-        assert (await there.call(here.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+        assert there.is_connected(here.peer_id)
+        assert connected == [here.peer_id]
 
 
 async def test_a_connection_with_a_call_under_way_stays() -> None:
@@ -162,11 +169,16 @@ async def test_the_connection_of_a_client_stays() -> None:
 
 async def test_a_peer_that_never_agrees_to_drain_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.rpc.connection.DRAIN_TIMEOUT_S", 0.2)
-    async with endpoints(1, kind="tls", config=SHORT_IDLE) as (there,), raw_control(there) as stream:
-        there._pool.all()[0].retire()
+    monkeypatch.setattr("manyhands.rpc.pool.SPARE_AFTER_S", 0.0)
+    config = replace(SHORT_IDLE, max_connections=1, heartbeat_timeout_s=60.0)
+    async with (
+        endpoints(1, kind="tls", config=config) as (there,),
+        raw_control(there) as stream,
+        raw_control(there, number=98),  # which takes its place
+        time_limit(PATIENCE_S, "to be left"),
+    ):
         await next_frame(stream, Drain)
-        async with time_limit(PATIENCE_S, "to be left"):
-            await stream.wait_closed()
+        await stream.wait_closed()
 
 
 async def test_draining_waits_for_the_answers_of_both_ends() -> None:
@@ -176,11 +188,12 @@ async def test_draining_waits_for_the_answers_of_both_ends() -> None:
         await stuck.called.wait()
         await send_frame(stream, Drain())
         await next_frame(stream, Drain)
+        ended = asyncio.ensure_future(stream.wait_closed())
         await asyncio.sleep(0.1)
-        assert there._pool.all()[0].lost is None
+        assert not ended.done()
         await send_frame(stream, Cancel(1))
         async with time_limit(PATIENCE_S, "for the end"):
-            await stream.wait_closed()
+            await ended
 
 
 # limits
@@ -196,9 +209,9 @@ async def test_above_the_limit_an_unused_connection_makes_room(monkeypatch: pyte
             await others[2].call(there.peer_id, ECHO, Text("hi"))
         assert there.counters["refused_full"] == 1
         await asyncio.sleep(0.15)
-        others[2]._backoff.forget(there.peer_id)
+        await others[2].connect(there.addresses[0])  # a dial that failed is not repeated at once
         assert (await others[2].call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
-        await until(lambda: len(there._pool) == 2, "the one that was unused for longest is gone")
+        await until(lambda: there.num_streams == 2, "the one that was unused for longest is gone")
         assert not there.is_connected(others[0].peer_id)
 
 
@@ -220,34 +233,38 @@ async def test_a_peer_that_does_not_answer_is_not_dialled_at_once_again() -> Non
 async def test_the_best_address_has_a_head_start() -> None:
     """Of two that work, only the one where the peer was reached before is dialled."""
     async with endpoints(2, kind="tls") as (here, there):
-        serve_echo(there)
-        best = there.addresses[0]
-        other = await there._transport.listen(Address.parse("/ip4/127.0.0.1/tcp/0"), there._accepted)
+        at_other: list[Stream] = []
+
+        async def take(remote: PeerId, header: bytes, stream: Stream) -> None:
+            await stream.wait_closed()
+
+        async def note(stream: Stream) -> None:
+            at_other.append(stream)
+
+        there.accept_bulk("taken", take)
+        transport = transport_beside(there, there.identity)
+        other = await transport.listen(LOOPBACK, note)
         try:
-            here.learn(there.peer_id, [best], AddressSource.WORKED)
+            here.learn(there.peer_id, there.addresses, AddressSource.WORKED)
             here.learn(there.peer_id, other.addresses, AddressSource.HEARSAY)
             for _ in range(5):
-                stream = (
-                    await here._dialler.open(here.addresses_of(there.peer_id), here._hello("control"), 5.0)
-                ).stream
-                here._streams.release(stream)
-            assert not other._streams  # type: ignore[attr-defined]
+                here.release(await here.open_bulk(there.peer_id, "taken", b""))
+            assert not at_other
         finally:
             await other.close()
+            transport.close()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 async def test_of_a_peer_with_both_families_ipv6_is_dialled_first_and_ipv4_if_that_fails() -> None:
     async with endpoints(2, kind="tls", clients=[0]) as (here, there):
-        with_ip6 = await there._transport.listen(Address.parse("/ip6/::1/tcp/0"), there._accepted)
-        try:
-            here.learn(there.peer_id, with_ip6.addresses)
-            here.learn(there.peer_id, there.addresses)
-            assert [address.protocol for address in here.addresses_of(there.peer_id)] == ["ip4", "ip6"]
-            await here.call_on(there.peer_id, 5.0)
-            assert here.reached_host(there.peer_id) == "::1"
-        finally:
-            await with_ip6.close()
+        with_ip4 = there.addresses
+        await there.listen([Address.parse("/ip6/::1/tcp/0")])
+        here.learn(there.peer_id, there.bound_addresses[1:])
+        here.learn(there.peer_id, with_ip4)
+        assert [address.protocol for address in here.addresses_of(there.peer_id)] == ["ip4", "ip6"]
+        await here.call_on(there.peer_id, 5.0)
+        assert here.reached_host(there.peer_id) == "::1"
     async with endpoints(2, kind="tls") as (here, there):
         here.learn(there.peer_id, [Address.parse("/ip6/2001:db8::7/tcp/9"), *there.addresses])
         began = asyncio.get_running_loop().time()
@@ -352,7 +369,7 @@ async def test_a_lost_peer_ends_its_streaming_calls() -> None:
         there.handle_stream(COUNT, slow)
         items = here.stream(there.peer_id, COUNT, Text(""))
         await anext(items)
-        here._pool.all()[0]._stream.abort()
+        there.wire.abort_all()
         with pytest.raises(PeerLost):
             await anext(items)
 
@@ -371,7 +388,7 @@ async def test_streaming_and_unary_methods_are_not_confused() -> None:
 
 async def test_a_peer_that_sends_more_items_than_it_may_is_dropped() -> None:
     async with endpoints(1, kind="tls") as (here,), raw_control(here) as stream:
-        items = here.stream(here._pool.all()[0].remote, COUNT, Text(""))
+        items = here.stream(identity_of(99).peer_id, COUNT, Text(""))
         taking = asyncio.ensure_future(anext(items))
         request = await next_frame(stream, Request)
         assert isinstance(request, Request)
@@ -425,20 +442,24 @@ class Throttled:
 async def test_large_calls_outlive_a_retirement(retiring: str) -> None:
     """The request is still being sent, or the answer is, when one end wants no more of the connection."""
     big = Text("x" * 900_000)
+    num_under_way = 0
     async with endpoints(2, kind="tls") as (here, there):
+        dialling, dialled = (here, there) if retiring == "caller" else (there, here)
         lost: list[PeerId] = []
         for endpoint in (here, there):
             serve_echo(endpoint)
             endpoint.on_lost.append(lost.append)
+        await dialling.call_on(dialled.peer_id, PATIENCE_S)
+        await until(lambda: dialled.is_connected(dialling.peer_id), "both know the connection")
         for _ in range(10):
-            await here.call(there.peer_id, ECHO, Text("hi"))
-            calls = [asyncio.ensure_future(here.call(there.peer_id, ECHO, big, 20.0)) for _ in range(6)]
-            await asyncio.sleep(0)
-            for connection in (here if retiring == "caller" else there)._pool.all():
-                connection.retire()
+            replacing = asyncio.ensure_future(connect_anew(dialling, dialled))
+            calls = [asyncio.ensure_future(here.call(there.peer_id, ECHO, big, PATIENCE_S)) for _ in range(6)]
+            await replacing  # and retire the connection with the calls
+            num_under_way += sum(not call.done() for call in calls)
             answers = await asyncio.gather(*calls)
             assert all(len(answer.text) > 900_000 for answer in answers)
         assert lost == []
+    assert num_under_way > 0
 
 
 async def test_a_slow_uplink_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,8 +498,12 @@ async def test_large_requests_are_refused_when_too_many_are_served(monkeypatch: 
             call.cancel()
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert sum(isinstance(outcome, Refused) and outcome.code == "busy" for outcome in outcomes) == 4
-        await until(lambda: not there._pool.all()[0].is_busy, "the handlers have ended")
-        assert there._pool.all()[0]._serving._num_request_bytes == 0
+        await until(lambda: not stuck.num_running, "the handlers have ended")
+        calls = [asyncio.ensure_future(here.call(there.peer_id, STUCK, big, 5.0)) for _ in range(8)]
+        await until(lambda: stuck.num_running == 8, "there is room for as many again")
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
 
 
 async def test_one_host_with_clients_cannot_keep_the_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,17 +563,18 @@ async def test_a_callback_that_fails_does_not_stop_the_others(caplog: pytest.Log
         here.on_connected += [fail, told.append]
         here.on_lost += [fail, told.append]
         await here.call(there.peer_id, ECHO, Text("hi"))
-        here._pool.all()[0]._stream.abort()
+        there.wire.abort_all()
         await until(lambda: told == [there.peer_id] * 2, "both are told")
-        assert not here._pool.all()
+        assert not here.is_connected(there.peer_id)
     assert "ValueError: broken" in caplog.text
 
 
 async def test_connecting_to_a_connected_peer_remembers_the_address() -> None:
-    async with endpoints(2, kind="tls") as (here, there):
-        address = there.addresses[0]
-        await here.connect(address)
-        here._book._known.clear()
+    async with endpoints(2, kind="tls", clients=[0], are_acquainted=False) as (there, here):
+        await there.connect(here.addresses[0])
+        await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
+        assert here.addresses_of(there.peer_id) == []
+        address = LOOPBACK.with_peer(there.peer_id)
         await here.connect(address)
         assert here.addresses_of(there.peer_id) == [address]
 

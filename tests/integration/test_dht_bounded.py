@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from manyhands.base.identity import Identity, PeerId
-from manyhands.base.rate import BURST_S
+from manyhands.base.rate import BURST_S, Buckets
 from manyhands.dht import DhtNode
 from manyhands.dht.config import MAX_FOUND_BYTES
 from manyhands.dht.messages import FIND, FindRequest
@@ -66,10 +66,9 @@ def large_records(sequence: int = 1) -> list[Record]:
 
 async def add_attacker(swarm: Swarm, host: str, records: list[Record]) -> DhtNode:
     """A node that shows what it likes."""
-    config = replace(CONFIG, max_requests_per_s_of_peer=1e6, max_bytes_per_owner=1 << 30)
-    attacker = await swarm.add(host=host, config=config)
-    for record in records:
-        attacker._handlers.hold(swarm.endpoint_of(attacker).peer_id, AgedRecord(record, 0.0))
+    attacker = await swarm.add(host=host, config=replace(CONFIG, max_requests_per_s_of_peer=1e6))
+    if records:
+        swarm.show(attacker, records)
     return attacker
 
 
@@ -138,10 +137,10 @@ async def test_a_read_of_certain_owners_reads_no_others(swarm: Swarm) -> None:
 
 async def test_a_holder_that_shows_more_than_was_asked_for_shows_one_page_of_it(swarm: Swarm) -> None:
     nodes, ids = await add_members(swarm, 1)
-    attacker = await add_attacker(swarm, "127.0.101.1", large_records())
-    answer: Any = attacker._handlers.answer
-    attacker._handlers.answer = lambda remote, request: answer(  # type: ignore[method-assign]
-        remote, msgspec.structs.replace(request, owners=None)
+    attacker = await add_attacker(swarm, "127.0.101.1", [])
+    shown = swarm.show(attacker, large_records())
+    swarm.endpoint_of(attacker).answer_with(
+        FIND, lambda remote, request: shown(remote, msgspec.structs.replace(request, owners=None))
     )
     sizes = count_bytes(swarm, nodes[0])
     assert await read(nodes[0], owners=ids) == ids
@@ -157,7 +156,8 @@ async def test_a_holder_that_shows_strangers_alone_is_asked_once(swarm: Swarm, i
             node.members["run"] = Invited(*ids)
     attacker = await swarm.add(host="127.0.101.1")
     strangers = [AgedRecord(record, 0.0) for record in large_records()[:20]]
-    answer: Any = attacker._handlers.answer
+    attackers = swarm.endpoint_of(attacker)
+    answer: Any = attackers.handlers[FIND.name]
 
     def with_strangers(remote: PeerId, request: FindRequest) -> Any:
         response = answer(remote, request)
@@ -165,9 +165,9 @@ async def test_a_holder_that_shows_strangers_alone_is_asked_once(swarm: Swarm, i
             return response
         return msgspec.structs.replace(response, records=strangers if request.wants_records else [], digest=b"other")
 
-    attacker._handlers.answer = with_strangers  # type: ignore[method-assign]
+    attackers.answer_with(FIND, with_strangers)
     assert ids <= await read(nodes[0])
-    attackers_id, endpoint = swarm.endpoint_of(attacker).peer_id, swarm.endpoint_of(nodes[0])
+    endpoint = swarm.endpoint_of(nodes[0])
     call, asked = endpoint.call, list[PeerId]()
 
     async def noted(peer_id: PeerId, *rest: Any) -> Any:
@@ -177,21 +177,33 @@ async def test_a_holder_that_shows_strangers_alone_is_asked_once(swarm: Swarm, i
     endpoint.call = noted  # type: ignore[method-assign]
     for number in range(10):
         assert ids <= await read(nodes[0], quickly=number % 2 > 0)
-    assert attackers_id not in asked
+    assert attackers.peer_id not in asked
     assert asked, "of the others, most are asked in every second read"
 
 
-async def test_what_one_read_could_not_afford_is_read_by_later_ones(swarm: Swarm) -> None:
+class StoppedBuckets(Buckets):
+    """Their clock moves when a test says so."""
+
+    now = 0.0
+
+    def take(self, sender: str, now: float) -> bool:
+        return super().take(sender, StoppedBuckets.now)
+
+    def charge(self, sender: str, num: int, now: float) -> None:
+        super().charge(sender, num, StoppedBuckets.now)
+
+
+async def test_what_one_read_could_not_afford_is_read_by_later_ones(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.dht.rate_limit.Buckets", StoppedBuckets)
     nodes, ids = await add_members(swarm, 1)
-    attacker = await add_attacker(swarm, "127.0.101.1", large_records())
-    network = nodes[0]._handlers._network_of(swarm.endpoint_of(attacker).peer_id)
-    buckets = nodes[0]._handlers._rate_limit._reads
+    await add_attacker(swarm, "127.0.101.1", large_records())
     found = await read(nodes[0])
     assert len(found) < len(STRANGERS)
     for _ in range(4):
-        buckets.charge(f"{network} {KEY}", MAX_FOUND_BYTES * 9, asyncio.get_running_loop().time())
         assert await read(nodes[0]) == found, "nothing more is read, and nothing is forgotten"
-        buckets._paid_until.clear()  # as if it had waited
+        StoppedBuckets.now += 2 * BURST_S
         before = found
         found = await read(nodes[0])
         assert before <= found

@@ -36,6 +36,6 @@ async def test_a_node_that_has_joined_knows_a_node_at_each_distance_and_stores_a
         key = f"key {number}"
         writer = rng.choice(swarm.nodes)
         assert await writer.store(key, number, 60.0) == CONFIG.replicas
-        holders = {node for node in swarm.nodes if node._storage.get(key, 0.0)}
+        holders = {node for node in swarm.nodes if await swarm.held_by(node, key)}
         wanted = sorted(swarm.nodes, key=lambda node: distance(points[node], key_id(key)))[: CONFIG.replicas]
         assert holders == set(wanted), key

@@ -7,18 +7,20 @@ from contextlib import AsyncExitStack
 import pytest
 
 from manyhands.base.identity import Identity
-from manyhands.dht import DhtNode
 from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.messages import STORE, StoreOutcome, StoreResponse
 from manyhands.dht.records import Reason
 from tests.integration.dht_swarm import TTL_S, Swarm, values
+from tests.intercepted import InterceptedEndpoint
 
 NUM_HONEST = 6
 NUM_FAKES = 7
 
 
-def swallow(node: DhtNode) -> None:
+def swallow(endpoint: InterceptedEndpoint) -> None:
     """Have a node say that it keeps what it is given, and keep nothing."""
-    node._storage.offer = lambda *_: Reason.ACCEPTED  # type: ignore[method-assign]
+    taken = StoreOutcome(is_stored=True, code=Reason.ACCEPTED.value)
+    endpoint.answer_with(STORE, lambda remote, request: StoreResponse([taken] * len(request.records)))
 
 
 def identities_near(key: str, num: int) -> list[Identity]:
@@ -36,7 +38,7 @@ async def test_seven_identities_near_a_key_do_not_hide_its_records(kind: str) ->
         swarm = Swarm(stack)
         honest = [await swarm.add(kind=kind, host=f"127.0.{number}.1") for number in range(1, NUM_HONEST + 1)]
         for number, identity in enumerate(identities_near("run.progress", NUM_FAKES), start=1):
-            swallow(await swarm.add(kind=kind, host=f"127.0.100.{number}", identity=identity))
+            swallow(swarm.endpoint_of(await swarm.add(kind=kind, host=f"127.0.100.{number}", identity=identity)))
         assert set(swarm.nearest("run.progress")[:5]).isdisjoint(honest)
         for node in honest:
             await node.refresh()

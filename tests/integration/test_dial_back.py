@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerLost, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, dialled_back_streams
+from manyhands.rpc import AddressSource, Endpoint, dialled_back_streams
 from manyhands.rpc.dialled_back_streams import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
 from manyhands.transport import Stream
-from tests.network import ECHO, KINDS, LOOPBACK, Text, endpoints, serve_echo, until
+from tests.integration.test_transport import silent_port
+from tests.network import ECHO, KINDS, Text, endpoints, free_port, serve_echo, until
 
 
 def serve_data(endpoint: Endpoint, data: bytes) -> None:
@@ -32,6 +34,13 @@ async def taken(here: Endpoint, there: Endpoint, num_bytes: int) -> bytes:
     return bytes(target)
 
 
+async def move(here: Endpoint, there: Endpoint) -> None:
+    """Have a peer announce an address where nobody answers to a connected one, which forgets where it was reached."""
+    here.announce([Address.of("127.0.0.1", free_port())])
+    await until(lambda: there.addresses_to_tell(here.peer_id) == here.addresses, "the other one is told")
+    assert not there.reached_at(here.peer_id)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_opens_a_bulk_stream_to_a_connected_peer_that_asks(kind: str) -> None:
     async with endpoints(2, kind=kind, clients=[1]) as (here, client):
@@ -43,8 +52,6 @@ async def test_a_client_opens_a_bulk_stream_to_a_connected_peer_that_asks(kind: 
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         assert await taken(here, client, len(data)) == data
         assert client.counters["asked_streams"] == 1
-        await until(lambda: not client._dial_back._num_of, "the stream is done with")
-        assert not here._dial_back._awaited
         assert not client.was_reached, "nobody has dialled it"
 
 
@@ -54,7 +61,7 @@ async def test_a_client_dials_several_connections_on_a_long_link() -> None:
         serve_data(client, data)
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
-        here._pool.rtt_s = lambda peer_id: 0.1  # type: ignore[method-assign]
+        here.rtt_s = lambda peer_id: 0.1  # type: ignore[method-assign]
         assert await taken(here, client, len(data)) == data
         assert client.counters["asked_streams"] > 1
 
@@ -65,7 +72,7 @@ async def test_a_client_refuses_bulk_of_an_unknown_purpose_on_a_stream_that_it_d
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         with pytest.raises(Refused, match="unknown_purpose"):
             await here.open_bulk(client.peer_id, "data", b"")
-        await until(lambda: not client._dial_back._num_of, "the stream is done with")
+        await until(lambda: client.num_streams == 1, "the stream is done with")
 
 
 async def test_a_client_dials_back_only_the_asking_peer_at_an_address_where_it_reached_it() -> None:
@@ -79,13 +86,13 @@ async def test_a_client_dials_back_only_the_asking_peer_at_an_address_where_it_r
         assert await taken(here, client, 4) == b"data"
         assert victim.num_connected_peers == 0
         assert not victim.was_reached
-        client._book.failed(here.peer_id)
+        await move(here, client)
         with pytest.raises(Refused, match="not_reached"):
             await here.open_bulk(client.peer_id, "data", b"please")
         assert client.counters["refused_asked_streams"] == 1
 
 
-async def test_a_peer_that_asks_without_end_gets_a_limited_number_of_streams() -> None:
+async def test_a_peer_that_asks_without_end_gets_a_limited_number_of_streams_at_a_time() -> None:
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         held = asyncio.Event()
 
@@ -95,21 +102,25 @@ async def test_a_peer_that_asks_without_end_gets_a_limited_number_of_streams() -
         client.accept_bulk("data", hold)
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
-        for _ in range(MAX_OF_ONE_PEER):
-            await here.open_bulk(client.peer_id, "data", b"")
-        with pytest.raises(Refused, match="busy"):
-            await here.open_bulk(client.peer_id, "data", b"")
-        held.set()
-        await until(lambda: not client._dial_back._num_of, "they are done with")
+        for _ in range(2):
+            for _ in range(MAX_OF_ONE_PEER):
+                await here.open_bulk(client.peer_id, "data", b"")
+            with pytest.raises(Refused, match="busy"):
+                await here.open_bulk(client.peer_id, "data", b"")
+            held.set()
+            await until(lambda: client.num_streams == 1, "they are done with")
+            held.clear()
 
 
-async def test_a_stream_that_nobody_has_asked_for_is_turned_down() -> None:
+async def test_a_stream_that_nobody_has_asked_for_is_turned_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not count as one of the streams that the client serves."""
+    monkeypatch.setattr(dialled_back_streams, "MAX_OF_ONE_PEER", 1)
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
-        with pytest.raises(Unavailable, match="no request waits for this stream"):
-            await here.call(client.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
-        assert not client._dial_back._num_of
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no request waits for this stream"):
+                await here.call(client.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
 
 
 async def test_a_peer_that_can_be_dialled_is_not_asked() -> None:
@@ -122,25 +133,21 @@ async def test_a_peer_that_can_be_dialled_is_not_asked() -> None:
 
 
 async def test_a_peer_whose_announced_name_does_not_resolve_is_asked_to_dial() -> None:
-    async with endpoints(2, kind="tls") as (here, there):
+    async with endpoints(2, kind="tls", are_acquainted=False) as (here, there):
         serve_data(there, b"data")
         there.announce([Address.parse("/dns4/no-such-host.invalid/tcp/31337")])
-        await there.call_on(here.peer_id, 5.0)
+        await there.connect(here.addresses[0])
         await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
-        here._book._known.pop(there.peer_id)
-        here.learn(there.peer_id, there.addresses)
         assert await taken(here, there, 4) == b"data"
         assert there.counters["asked_streams"] == 1
 
 
 async def test_a_peer_that_does_not_dial_either_is_told_with_its_address() -> None:
-    async with endpoints(2, kind="tls") as (here, there):
+    async with endpoints(2, kind="tls", are_acquainted=False) as (here, there):
         there.announce([Address.parse("/dns4/no-such-host.invalid/tcp/31337")])
-        await there.call_on(here.peer_id, 5.0)
+        await there.connect(here.addresses[0])
         await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
-        here._book._known.pop(there.peer_id)
-        here.learn(there.peer_id, there.addresses)
-        there._book.failed(here.peer_id)
+        await move(here, there)
         with pytest.raises(Unavailable, match=r"no-such-host\.invalid.*does not resolve"):
             await here.open_bulk(there.peer_id, "data", b"please")
 
@@ -150,11 +157,13 @@ async def test_a_client_that_does_not_dial_in_time_is_given_up(monkeypatch: pyte
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         monkeypatch.setattr(dialled_back_streams, "DIAL_TIMEOUT_S", 0.2)
-        client._book.reached_at = lambda peer_id: [LOOPBACK]  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
-            await here.open_bulk(client.peer_id, "data", b"", 1.0)
-        assert not here._dial_back._awaited
-        assert not client._dial_back._num_of
+        monkeypatch.setattr(dialled_back_streams, "MAX_OF_ONE_PEER", 1)
+        await move(here, client)
+        with silent_port(listens=True) as silent:
+            client.learn(here.peer_id, [silent], AddressSource.WORKED)
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="timed out"):
+                    await here.open_bulk(client.peer_id, "data", b"", 1.0)
 
 
 async def test_losing_the_client_during_its_dial_raises_peer_lost() -> None:
@@ -163,11 +172,32 @@ async def test_losing_the_client_during_its_dial_raises_peer_lost() -> None:
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
 
         async def vanish(remote: PeerId, request: DialRequest) -> None:
-            client._streams.abort_all()
+            client.wire.abort_all()
             await asyncio.Event().wait()
 
         client.unhandle(DIAL_BULK)
         client.handle(DIAL_BULK, vanish)  # type: ignore[arg-type]
         with pytest.raises(PeerLost):
             await here.open_bulk(client.peer_id, "data", b"")
-        assert not here._dial_back._awaited
+
+
+async def test_requests_that_fail_leave_nothing_in_memory() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+
+        async def refuse(remote: PeerId, request: DialRequest) -> None:
+            raise Refused(remote, "busy", "not now")
+
+        client.unhandle(DIAL_BULK)
+        client.handle(DIAL_BULK, refuse)  # type: ignore[arg-type]
+        before = num_futures()
+        for _ in range(10):
+            with pytest.raises(Refused):
+                await here.open_bulk(client.peer_id, "data", b"")
+        assert num_futures() < before + 10
+
+
+def num_futures() -> int:
+    gc.collect()
+    return sum(type(thing) is asyncio.Future for thing in gc.get_objects())

@@ -28,6 +28,7 @@ from manyhands.optim.manifest import RunManifest, manifest_key
 from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
+from manyhands.reach.messages import DIAL_BACK, REACHED
 from manyhands.transport import TlsTransport
 from tests import tls_contexts
 from tests.integration.test_relays import seems_symmetric
@@ -298,9 +299,8 @@ async def test_a_taken_port_is_named_and_the_rest_is_examined() -> None:
 
 async def test_doctor_skips_checks_that_an_older_peer_cannot_make() -> None:
     async with coordinators(1) as (peer,):
-        for method in list(peer.endpoint._handlers):
-            if method.startswith("reach."):
-                del peer.endpoint._handlers[method]
+        for method in (EXAMINE, DIAL_BACK, REACHED):
+            peer.endpoint.unhandle(method)
         report = await examined(address_of(peer))
         assert report.ok
         assert "older version" in the(report, "clock").detail

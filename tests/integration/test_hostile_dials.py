@@ -14,9 +14,11 @@ from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
+from manyhands.rpc.announce import ANNOUNCE, Announcement
 from manyhands.transport import MemoryNetwork, MemoryTransport, tcp
 from manyhands.transport.memory import MemoryStream
 from tests.network import ECHO, Text, endpoints, identity_of, serve_echo
+from tests.wire import WatchedEndpoint
 
 ON_THE_INTERNET = Address.parse("/ip4/8.8.4.4/tcp/31337")
 
@@ -34,9 +36,11 @@ class CountingTransport(MemoryTransport):
 
 
 @asynccontextmanager
-async def dialler(listen: Address) -> AsyncIterator[tuple[Endpoint, Counter[str]]]:
-    transport = CountingTransport(0, MemoryNetwork())
-    endpoint = Endpoint(transport)
+async def dialler(
+    listen: Address, network: MemoryNetwork | None = None
+) -> AsyncIterator[tuple[WatchedEndpoint, Counter[str]]]:
+    transport = CountingTransport(0, network or MemoryNetwork())
+    endpoint = WatchedEndpoint(transport)
     await endpoint.listen([listen])
     try:
         yield endpoint, transport.dials
@@ -99,7 +103,8 @@ async def test_a_peer_may_name_its_own_local_address_from_there() -> None:
     """A monitor that listens on the internet, and on a second interface."""
     async with dialler(ON_THE_INTERNET) as (endpoint, dials):
         peer_id, place = identity_of(1).peer_id, Address.parse("/ip4/10.0.0.7/tcp/31337")
-        endpoint._book.announced(peer_id, [place], "10.0.0.7")
+        endpoint.host_of = lambda peer_id: "10.0.0.7"  # type: ignore[method-assign]
+        endpoint.handlers[ANNOUNCE.name](peer_id, Announcement([str(place)]))
         with pytest.raises(Unavailable):
             await endpoint.call(peer_id, ECHO, Text("hi"))
         assert dials == {"10.0.0.7": 1}
@@ -107,8 +112,7 @@ async def test_a_peer_may_name_its_own_local_address_from_there() -> None:
 
 async def test_dials_that_succeed_do_not_use_up_the_dials_of_their_host() -> None:
     network = MemoryNetwork()
-    async with dialler(ON_THE_INTERNET) as (endpoint, dials):
-        endpoint._transport._network = network  # type: ignore[attr-defined]
+    async with dialler(ON_THE_INTERNET, network) as (endpoint, dials):
         for number in range(100):
             other = Endpoint(MemoryTransport(identity_of(100 + number), network))
             await other.listen([Address.of("1.1.1.1", 2000 + number)])

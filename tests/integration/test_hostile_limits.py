@@ -21,7 +21,7 @@ MAX_CONNECTIONS_OF_ONE_PEER = 32
 
 async def listen_within(scene: Siege, limits: ListenLimits) -> None:
     """From now on the attacker comes to another port of the same peer, with limits of its own."""
-    scene.there._transport.limits = limits  # type: ignore[attr-defined]
+    scene.there.wire.transport.limits = limits  # type: ignore[attr-defined]
     await scene.there.listen([LOOPBACK])
     scene.address = scene.there.addresses[-1]
     scene.expect_sockets(+1)

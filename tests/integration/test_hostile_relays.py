@@ -17,13 +17,13 @@ from manyhands.base.errors import PeerError, PeerLost, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.dialled_back_streams import MAX_OF_ONE_PEER
-from manyhands.rpc.frames import Hello
 from manyhands.rpc.relayed_streams import RELAYED
 from manyhands.rpc.ways import Way, relayed_by
 from manyhands.runtime import TaskOwner
 from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorders
-from tests.integration.test_relays import clients_and_relays, echoed, send_back
+from tests.integration.test_relays import clients_and_relays, echoed, seems_symmetric, send_back
 from tests.network import ECHO, PATIENCE_S, Text, until
+from tests.wire import WatchedEndpoint
 
 QUICK = RpcConfig(relay_mbit_s=8000.0, heartbeat_period_s=0.5, heartbeat_timeout_s=3.0)
 HANDSHAKE_BYTES = 16_000
@@ -34,26 +34,36 @@ HANDSHAKE_BYTES = 16_000
 class Pair:
     """Two clients that are relayed by the first of two relays."""
 
-    one: Endpoint
-    other: Endpoint
-    hostile: Endpoint
-    honest: Endpoint
+    one: WatchedEndpoint
+    other: WatchedEndpoint
+    hostile: WatchedEndpoint
+    honest: WatchedEndpoint
     relay: Spoiling
 
 
 @asynccontextmanager
 async def relayed_pair() -> AsyncIterator[Pair]:
-    """The relay that is asked first is the hostile one."""
+    """The relay that was asked first is the hostile one."""
     async with clients_and_relays("tls", num_relays=2, config=QUICK) as (one, other, relays):
-        hostile, honest = relays
-        for connection in (client._pool.of(hostile.peer_id) for client in (one, other)):
-            assert connection is not None
-            connection.rtt_s = 0.0  # the nearest is asked first
-        pair = Pair(one, other, hostile, honest, Spoiling(hostile))
+        spoiling = {relay.peer_id: Spoiling(relay.wire) for relay in relays}
         other.accept_bulk("echo", send_back)
         assert await echoed(one, other)
-        assert one.way_to(other.peer_id) == relayed_by(hostile.peer_id)
-        yield pair
+        hostile, honest = sorted(relays, key=lambda relay: one.way_to(other.peer_id) != relayed_by(relay.peer_id))
+        yield Pair(one, other, hostile, honest, spoiling[hostile.peer_id])
+
+
+async def fails(one: Endpoint, other: Endpoint, relay: PeerId) -> Way:
+    """Have a stream through a relay lack data; returns the way that the two are connected then."""
+    before = one.num_streams, other.num_streams
+    stream = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
+    assert one.way_to(other.peer_id) == relayed_by(relay)
+    one.fell_short(stream)
+    one.release(stream)
+    await until(lambda: one.way_to(other.peer_id) not in (None, relayed_by(relay)), "another relay has taken over")
+    await until(lambda: (one.num_streams, other.num_streams) == before, "the old connection is gone")
+    way = one.way_to(other.peer_id)
+    assert way is not None
+    return way
 
 
 async def way_of_next_answer(here: Endpoint, there: Endpoint, text: str = "hello") -> Way | None:
@@ -150,50 +160,48 @@ async def test_a_relay_that_has_spoiled_averages_loses_its_control_connections_t
 async def test_of_relays_that_have_all_failed_the_last_to_fail_is_asked_last() -> None:
     """Else the nearest one would be asked for each stream, although another one has failed by chance."""
     async with relayed_pair() as pair:
-        for relay in (pair.honest, pair.hostile):
-            pair.one._relayed.failed(relay.peer_id)
-            await asyncio.sleep(0.01)
-        before = pair.honest.counters["relayed_streams"]
+        for relay, next_one in ((pair.hostile, pair.honest), (pair.honest, pair.hostile)):
+            assert await fails(pair.one, pair.other, relay.peer_id) == relayed_by(next_one.peer_id)
         stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
-        pair.one.release(stream)
-        assert pair.honest.counters["relayed_streams"] == before + 1
+        before = pair.hostile.counters["relayed_streams"]
+        pair.one.fell_short(stream)
+        later = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
+        assert pair.hostile.counters["relayed_streams"] == before, "although the connection still leads through it"
+        for one in (stream, later):
+            pair.one.release(one)
 
 
 async def test_once_a_relay_has_failed_those_that_the_user_named_are_asked_before_other_volunteers() -> None:
     """An attacker may run any number of volunteers near this peer, and each would spoil a round."""
     async with clients_and_relays("tls", num_relays=5, config=QUICK) as (one, other, relays):
-        *strangers, named = (relay.peer_id for relay in relays)
-        await one.connect(relays[-1].addresses[0])
-        order = one._relayed._in_order
-        assert order([*strangers, named]) == [*strangers, named], "the nearest are asked first"
-        one._relayed.failed(strangers[0])
-        assert order([*strangers, named]) == [named, *strangers[1:], strangers[0]]
-        one._relayed.failed(named)
-        assert order([*strangers, named]) == [*strangers[1:], strangers[0], named]
+        for client in (one, other):
+            seems_symmetric(client)  # still, although the relays have seen it otherwise
+        other.accept_bulk("echo", send_back)
         assert await echoed(one, other)
-        assert one.way_to(other.peer_id) != relayed_by(strangers[0])
-
-
-async def test_a_stream_that_ends_with_its_peer_is_not_the_fault_of_the_relay() -> None:
-    async with relayed_pair() as pair:
-        stream = await pair.one.open_bulk(pair.other.peer_id, "echo", b"3", PATIENCE_S)
-        await pair.other.close()
-        await until(lambda: not pair.one.is_connected(pair.other.peer_id), "the peer is lost")
-        pair.one._relayed._failed_at.clear()
-        pair.one.fell_short(stream)
-        pair.one.release(stream)
-        assert not pair.one._relayed._failed_at
+        first = one.way_to(other.peer_id)
+        assert first is not None
+        named = next(relay for relay in relays if relayed_by(relay.peer_id) != first)
+        await one.connect(named.addresses[0])
+        stream = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
+        assert named.counters["relayed_streams"] == 0, "the one of the connection is asked first"
+        one.fell_short(stream)
+        later = await one.open_bulk(other.peer_id, "echo", b"3", PATIENCE_S)
+        assert named.counters["relayed_streams"] >= 1
+        for each in (stream, later):
+            one.release(each)
+        await until(lambda: one.way_to(other.peer_id) not in (None, first), "another relay has taken over")
+        assert await echoed(one, other)
 
 
 @pytest.mark.long
 async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lead_nowhere() -> None:
     async with relayed_pair() as pair:
         target: PeerId = pair.other.peer_id
-        before = len(pair.other._streams)
+        before = pair.other.num_streams
 
         async def lead_nowhere() -> bool:
             try:
-                await pair.hostile._open_near(target, Hello(RELAYED), 5.0)
+                await pair.hostile.open_bulk(target, RELAYED, b"")
             except (Unavailable, PeerError):
                 return False
             return True
@@ -201,4 +209,4 @@ async def test_a_relay_cannot_make_a_client_keep_more_than_some_streams_that_lea
         opened = await asyncio.gather(*(lead_nowhere() for _ in range(2 * MAX_OF_ONE_PEER)))
         assert sum(opened) <= MAX_OF_ONE_PEER
         assert await way_of_next_answer(pair.one, pair.other) is not None
-        await until(lambda: len(pair.other._streams) <= before, "the streams have ended, as no peer has come")
+        await until(lambda: pair.other.num_streams <= before, "the streams have ended, as no peer has come")

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from manyhands.base.errors import PeerLost
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerLost, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.rpc import StreamMethod
 from manyhands.rpc.frames import (
@@ -17,11 +18,13 @@ from manyhands.rpc.frames import (
     Hello,
     Item,
     Stripe,
+    Welcome,
     WindowUpdate,
     encode_frame,
     receive_frame,
     send_frame,
 )
+from manyhands.rpc.striping import MAX_INCOMPLETE
 from manyhands.transport import Stream
 from tests.integration.siege import FAST, KINDS, Siege, ended, request, siege
 from tests.network import Text, next_frame
@@ -89,12 +92,17 @@ async def test_stripes_that_break_the_rules_leave_nothing_behind(kind: str) -> N
     """Whatever the first connection of a stream says wrongly, nobody waits for the others."""
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
-        for number in range(3):
+        for number in range(MAX_INCOMPLETE):
             stream = await scene.dial(is_bulk=True)
             await send_frame(stream, bulk_hello(index=5, stream_id=number.to_bytes(16, "big")))
             await scene.counted("protocol_violations", number + 1)
-        assert not scene.there._bulk._stripe_sets._waiting
-        assert not scene.there._bulk._stripe_sets._num_waiting
+        stream = await scene.dial(is_bulk=True)
+        await send_frame(stream, bulk_hello(stream_id=bytes([255] * 16)))
+        assert isinstance(await receive_frame(stream), Welcome)
+        with pytest.raises(Timeout):
+            async with time_limit(FAST.hello_timeout_s / 2, "while the other connection may still come"):
+                await stream.wait_closed()
+        assert scene.there.counters["protocol_violations"] == MAX_INCOMPLETE
 
 
 @pytest.mark.parametrize("kind", KINDS)

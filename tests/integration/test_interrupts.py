@@ -14,6 +14,7 @@ import torch
 
 import manyhands
 from manyhands.runtime import interrupts
+from tests.inside import OpenOptimizer
 from tests.trainers import FAST, LISTEN
 
 PLACES = (str(Path(manyhands.__file__).parent / "optim"), interrupts.__file__, __file__)
@@ -65,7 +66,7 @@ class User:
 
     def __init__(self, peer: manyhands.Peer, options: dict[str, Any]) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
-        self.optimizer = manyhands.Optimizer(
+        self.optimizer = OpenOptimizer(
             torch.optim.SGD(self.parameters, lr=1.0),
             peer=peer, run_id="interrupts", target_batch_size=1, batch_size_per_step=1, **options,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, self.factor), progress=FAST,
@@ -81,10 +82,9 @@ class User:
 
     def check(self, where: str) -> None:
         self.optimizer.settle()
-        replica, counts = self.optimizer._replica, self.optimizer.statistics
+        replica, counts = self.optimizer.replica, self.optimizer.statistics
         step = replica.position.step
-        for parameter in replica._parameters:
-            assert set(parameter.tolist()) == {float(step)}, (where, parameter, step)
+        assert set(replica.flat_parameters().tolist()) == {float(step)}, (where, step)
         assert replica.scheduler is not None
         assert replica.scheduler.last_epoch == step, where
         assert replica.lineage_samples == counts.samples_used, (where, counts)
@@ -114,7 +114,7 @@ def test_an_interrupt_at_any_line_of_a_step_breaks_nothing(
         user.check(interrupt.where)
         if not was_interrupted:
             break
-        step = user.optimizer._replica.position.step
+        step = user.optimizer.replica.position.step
         user.batch()
         user.check(f"after {interrupt.where}")
         assert user.optimizer.global_step > step, f"after {interrupt.where}"

@@ -20,6 +20,8 @@ from manyhands.access import AccessConfig, Charter, Invitation, Limits, SignedCh
 from manyhands.access.invitation import SignedInvitation
 from manyhands.averaging.messages import JOIN, JoinRequest, Member, Position
 from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
+from manyhands.averaging.round.limits import MemberLimits
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
@@ -211,14 +213,25 @@ def test_an_open_run_with_a_charter_needs_no_invitation_and_keeps_banned_peers_o
             assert two.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
 
 
-def test_a_program_with_an_address_of_a_coordinator_knows_the_limits_and_bans_of_an_open_run(tmp_path: Path) -> None:
+def test_a_program_with_an_address_of_a_coordinator_knows_the_limits_and_bans_of_an_open_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[MemberLimits | None] = []  # of the rounds of each object that averages
+    init = RoundRunner.__init__
+
+    def note(runner: RoundRunner, *arguments: Any, limits: MemberLimits | None = None, **options: Any) -> None:
+        made.append(limits)
+        init(runner, *arguments, limits=limits, **options)
+
+    monkeypatch.setattr(RoundRunner, "__init__", note)
     limits = Limits(max_weight_ratio=5.0)
     with new_run(tmp_path, "open", limits=limits) as run:
         for place in (run.first.addresses[0], f"127.0.0.1:{run.first.endpoint.addresses[0].port}"):
             with manyhands.Peer([place], listen=LISTEN, access_config=FAST_LOOKS) as one:
                 trainer = Trainer(one, RUN, 8)
                 assert one.presence.members[RUN].charter.digest == run.charter.digest
-                assert trainer.optimizer._collaboration._rounds._limits.max_weight_ratio == 5.0
+                assert made[-1] is not None
+                assert made[-1].max_weight_ratio == 5.0
                 manyhands.Averager([torch.zeros(3)], peer=one, run_id="another")  # one charter keeps nobody from others
                 run.ban(one.peer_id)
                 wait_until(lambda p=one: p.presence.members[RUN].is_banned(p.peer_id), "the ban is known")

@@ -219,7 +219,7 @@ KIND = f"{RUN_ID}.{STREAM_KIND}"
 @asynccontextmanager
 async def accepting() -> AsyncIterator[tuple[RunEndpoint, WatchedEndpoint, Callable[[], Awaitable[Stream]]]]:
     """A peer that dials, one that accepts streams, and how the latter awaits one for the round of this name."""
-    async with endpoints(2, make=WatchedEndpoint) as (one, other):
+    async with endpoints(2) as (one, other):
         tasks = TaskOwner("test")
         accepted = PartnerStreams(RunEndpoint(other, RUN_ID), CONFIG, tasks)
         members = [Member(endpoint.peer_id, [], is_client=False, weight=1.0) for endpoint in (one, other)]

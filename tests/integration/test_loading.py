@@ -32,7 +32,7 @@ def test_an_evaluator_gets_the_parameters_and_is_not_waited_for(make: None) -> N
         loaded = manyhands.load_state_from_peers(onlooker, "evaluated", into=model)
         assert_equal(model, trainers[0].model)
         assert loaded.global_step == 2
-        assert loaded.samples == trainers[0].optimizer._replica.lineage_samples
+        assert loaded.samples == trainers[0].optimizer.replica.lineage_samples
         assert set(loaded.donors) <= {one.peer_id, two.peer_id}
         assert loaded.num_bytes > 0
         assert loaded.seconds > 0

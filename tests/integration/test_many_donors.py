@@ -308,8 +308,8 @@ async def test_one_donor_alone_does_not_say_where_the_run_began_or_who_its_membe
     """Checkpoints are kept or set aside by it. It is the fastest."""
     async with endpoints(4) as (*holders, newcomer):
         donors = [Donor(holders[0]), *(slowly(Donor(endpoint)) for endpoint in holders[1:])]
-        capture = donors[0].server._capture
-        donors[0].server._capture = lambda: replace(
+        capture = donors[0].capture
+        donors[0].capture = lambda: replace(  # type: ignore[method-assign]
             capture(), header=msgspec.structs.replace(capture().header, **change)
         )
         state = await download(newcomer, *donors[first:], *donors[:first])
@@ -319,8 +319,8 @@ async def test_one_donor_alone_does_not_say_where_the_run_began_or_who_its_membe
 async def test_a_donor_whose_roster_is_not_that_of_its_lineage_is_named_before_it_sends_a_tensor() -> None:
     async with endpoints(3) as (one, two, newcomer):
         liar, donor, named = Donor(one), Donor(two), dict[PeerId, str]()
-        capture = liar.server._capture
-        liar.server._capture = lambda: replace(
+        capture = liar.capture
+        liar.capture = lambda: replace(  # type: ignore[method-assign]
             capture(), header=msgspec.structs.replace(capture().header, roster=OTHER_PLACE["roster"])
         )
         state = await download_state(

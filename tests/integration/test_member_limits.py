@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from manyhands.averaging.codecs import Uncompared, Unscaled
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
+from manyhands.averaging.messages import Group
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
@@ -24,6 +27,16 @@ SHAPE = (3000, 100)
 
 def values_of(rank: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def say_norm(matchmaker: Matchmaker, said: float) -> None:
+    """Have a peer say that its values have this norm."""
+    find_group = matchmaker.find_group
+
+    async def find_and_say(*arguments: Any, norm: float, **options: Any) -> Group:
+        return await find_group(*arguments, norm=said, **options)
+
+    matchmaker.find_group = find_and_say  # type: ignore[method-assign]
 
 
 async def round_of(
@@ -46,7 +59,7 @@ async def round_of(
     async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
         peers = sorted(members, key=lambda member: member[2].peer_id)
         if said is not None:
-            peers[-1][0]._norm_of = lambda *_: said  # type: ignore[method-assign]
+            say_norm(peers[-1][0].matchmaker, said)
         weights, norms_before = weights or [1.0] * len(vectors), norms_before or [None] * len(vectors)
         async with time_limit(PATIENCE_S, "waiting for the round"):
             return await asyncio.gather(

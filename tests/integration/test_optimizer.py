@@ -21,6 +21,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import Identity
 from manyhands.peer import Presence
+from tests.inside import OpenAverager
 from tests.trainers import AVERAGING, BATCH_SIZE, FAST, LISTEN, Trainer, in_threads, new_model, peers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -255,16 +256,15 @@ def test_averagers_of_the_same_run_id_are_no_trainers_and_trainers_no_averagers(
         trainer.train_until(1)
         tensors = [torch.full((3,), float(number)) for number in range(2)]
         averagers = [
-            manyhands.Averager([tensor], peer=peer, run_id="shared")
-            for tensor, peer in zip(tensors, others, strict=True)
+            OpenAverager([tensor], peer=peer, run_id="shared") for tensor, peer in zip(tensors, others, strict=True)
         ]
         results: list[manyhands.RoundResult] = []
         in_threads([lambda a=averager: results.append(a.step(timeout_s=10.0)) for averager in averagers])
         trainer.train_until(2)
         ids = [peer.peer_id for peer in others]
-        assert one.run(read_by(trainer.optimizer._collaboration.tracker), 5.0, "reading the records") == set()
+        assert one.run(read_by(trainer.optimizer.collaboration.tracker), 5.0, "reading the records") == set()
         for averager, peer, other_id in zip(averagers, others, reversed(ids), strict=True):
-            assert peer.run(read_by(averager._averager_loop.tracker), 5.0, "reading the records") == {other_id}
+            assert peer.run(read_by(averager.averager_loop.tracker), 5.0, "reading the records") == {other_id}
         for result in results:
             assert result.committed, result.reason
             assert set(result.group) == set(ids)

@@ -6,25 +6,28 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, Refused
-from manyhands.rpc import Endpoint, RpcConfig, dial_rules
+from manyhands.base.errors import DialFailed, DialReason, Refused
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig, dial_rules, punched_streams
 from manyhands.rpc.outside import OutsideView
-from manyhands.rpc.punched_streams import MAX_UNDER_WAY, PUNCH, PunchRequest
+from manyhands.rpc.punched_streams import PUNCH, PunchRequest
 from manyhands.rpc.ways import PUNCHED, relayed_by
-from manyhands.transport import TlsTransport, tcp
+from manyhands.transport import Stream, TlsTransport, tcp
+from manyhands.transport.api import Port
 from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.integration.test_relays import clients_and_relays, echoed, seems_symmetric, send_back
-from tests.network import endpoints, identity_of, serve_echo, until
+from tests.network import endpoints, free_port, identity_of, serve_echo, until
+from tests.wire import WatchedEndpoint
 
 
 @asynccontextmanager
-async def punched_pair() -> AsyncIterator[tuple[Endpoint, Endpoint, Endpoint]]:
+async def punched_pair() -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, WatchedEndpoint]]:
     """Two clients that met through a relay and are connected without it now, and the relay."""
     async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
         for client in (one, other):
@@ -36,12 +39,44 @@ async def punched_pair() -> AsyncIterator[tuple[Endpoint, Endpoint, Endpoint]]:
         yield one, other, relay
 
 
+def seems_to_keep_ports(client: Endpoint) -> None:
+    """Make it believe that no router is before it, and that the others see it at a loopback address."""
+    for number in range(100, 108):
+        client.outside.note(identity_of(number).peer_id, ("127.0.0.1", 4000), ("127.0.0.1", 4000))
+
+
+class PortOfMemory:
+    """A port, for a transport that has none."""
+
+    number = 5000
+
+    def close(self) -> None:
+        pass
+
+
+def places_dialled(one: Endpoint, other: WatchedEndpoint) -> Callable[..., Awaitable[list[str]]]:
+    """A function that asks another endpoint to connect to some places; returns those that it would connect to."""
+    told: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    async def tell(port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
+        told.put_nowait([str(place) for place in places])
+        raise DialFailed(f"peer {peer_id}", DialReason.REFUSED)
+
+    async def dialled(*places: str) -> list[str]:
+        await one.call(other.peer_id, PUNCH, PunchRequest(list(places)))
+        return await told.get()
+
+    other.wire.take_port = PortOfMemory  # type: ignore[method-assign,assignment]
+    other.wire.accept_from = tell  # type: ignore[method-assign]
+    return dialled
+
+
 async def test_a_relayed_connection_is_replaced_by_a_punched_one() -> None:
     async with punched_pair() as (one, other, relay):
         assert other.way_to(one.peer_id) == PUNCHED
         assert await echoed(one, other)
         assert await echoed(other, one)
-        await until(lambda: len(one._pool.all()) == 2, "the relayed connection has ended")
+        await until(lambda: one.num_streams == 2, "the relayed connection has ended")
         await relay.close()
         assert await echoed(one, other)
 
@@ -120,8 +155,7 @@ async def test_an_attempt_without_the_other_end_fails_in_time() -> None:
 async def test_places_that_may_not_be_dialled_are_refused() -> None:
     async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
         await one.call_on(other.peer_id, 5.0)
-        other.outside = other._punched._outside = OutsideView()
-        other.outside.note(one.peer_id, ("127.0.0.1", 4000), ("127.0.0.1", 4000))
+        seems_to_keep_ports(other)
         for place in (
             "/ip4/127.0.0.1/tcp/22",
             "/ip4/169.254.169.254/tcp/8000",
@@ -133,42 +167,51 @@ async def test_places_that_may_not_be_dialled_are_refused() -> None:
 
 
 async def test_inside_places_are_dialled_only_if_both_peers_are_in_one_network() -> None:
-    async with endpoints(2, kind="tls") as (one, other):
-        other._rules.own_hosts.add("192.168.1.7")
+    async with endpoints(2) as (one, other):
+        await other.listen([Address.of("192.168.1.7", 4000)])
         other.outside.note(one.peer_id, ("30.0.0.9", 4000), ("192.168.1.7", 4000))
         inside, outside = "/ip4/192.168.1.1/tcp/8080", "/ip4/30.0.0.9/tcp/5000"
-
-        def allowed(*places: str) -> list[str]:
-            return [str(place) for place in other._punched._allowed(one.peer_id, places)]
-
-        assert allowed("/ip4/30.0.0.8/tcp/5000", inside) == ["/ip4/30.0.0.8/tcp/5000"], "behind another router"
+        dialled = places_dialled(one, other)
+        assert await dialled("/ip4/30.0.0.8/tcp/5000", inside) == ["/ip4/30.0.0.8/tcp/5000"], "behind another router"
         with pytest.raises(Refused, match="may be dialled"):
-            allowed(inside)
-        assert allowed(outside, inside) == [outside, inside], "behind the same router"
+            await dialled(inside)
+        assert await dialled(outside, inside) == [outside, inside], "behind the same router"
         other.outside.note(one.peer_id, ("192.168.1.7", 4000), ("192.168.1.7", 4000))
-        assert allowed(inside) == [inside], "both are seen in that network"
+        assert await dialled(inside) == [inside], "both are seen in that network"
 
 
 async def test_places_are_not_dialled_more_often_than_addresses_that_others_name() -> None:
-    async with endpoints(2, kind="tls") as (one, other):
+    async with endpoints(2) as (one, other):
         other.outside.note(one.peer_id, ("30.0.0.9", 4000), ("192.168.1.7", 4000))
-        third_party = ["/ip4/30.0.0.1/tcp/80"]
+        dialled = places_dialled(one, other)
         for _ in range(dial_rules.PER_HOST.burst):
-            assert other._punched._allowed(one.peer_id, third_party)
+            assert await dialled("/ip4/30.0.0.1/tcp/80")
         with pytest.raises(Refused, match="may be dialled"):
-            other._punched._allowed(one.peer_id, third_party)
+            await dialled("/ip4/30.0.0.1/tcp/80")
 
 
-async def test_a_target_makes_a_limited_number_of_attempts_at_a_time() -> None:
+async def test_a_target_makes_a_limited_number_of_attempts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(punched_streams, "MAX_UNDER_WAY", 3)
+    monkeypatch.setattr(punched_streams, "CONNECT_TIMEOUT_S", 1.0)
     async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
         await one.call_on(other.peer_id, 5.0)
-        other._punched._num_under_way = MAX_UNDER_WAY
-        with pytest.raises(Refused, match="attempts already"):
-            await one.call(other.peer_id, PUNCH, PunchRequest(["/ip4/127.0.0.1/tcp/4000"]))
+        seems_to_keep_ports(other)
+        request = PunchRequest([f"/ip4/127.0.0.1/tcp/{free_port()}"])
+        for _ in range(2):
+            for _ in range(3):
+                await one.call(other.peer_id, PUNCH, request)
+            with pytest.raises(Refused, match="3 such attempts already"):
+                await one.call(other.peer_id, PUNCH, request)
+            await until(lambda: not num_attempts(), "they are over")
+
+
+def num_attempts() -> int:
+    """Of all endpoints here that another one has asked for."""
+    return sum("connecting at the same time" in task.get_name() for task in asyncio.all_tasks())
 
 
 async def test_a_relayed_pair_tries_again_at_once_when_the_router_is_known_to_keep_ports() -> None:
-    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+    async with endpoints(4, kind="tls", clients=[0, 1]) as (one, other, relay, last):
         for client in (one, other):
             serve_echo(client)
             await client.call_on(relay.peer_id, 5.0)
@@ -176,9 +219,11 @@ async def test_a_relayed_pair_tries_again_at_once_when_the_router_is_known_to_ke
         assert await echoed(one, other)
         await asyncio.sleep(0.05)
         assert one.counters["punches_failed"] == 0, "it has not tried"
-        for number in range(100, 108):  # as it joins another network, whose router keeps ports
+        for number in range(100, 104):  # as it joins another network, whose router keeps ports
             one.outside.note(identity_of(number).peer_id, ("127.0.0.1", 4000), ("127.0.0.1", 4000))
-        one._punched.moved()
+        assert not one.outside.is_known
+        await one.call_on(last.peer_id, 5.0)  # which sees it too: now most have seen that
+        assert one.outside.is_known
         await until(lambda: one.way_to(other.peer_id) == PUNCHED, "the two are connected without the relay", 0.9)
 
 

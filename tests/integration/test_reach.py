@@ -80,9 +80,11 @@ async def test_the_connection_is_a_fresh_one_and_carries_a_handshake_only() -> N
             streams.append(stream)
             await stream.wait_closed()
 
-        listener = await caller._transport.listen(LOOPBACK, accepted)
+        transport = TlsTransport(CALLER)
+        listener = await transport.listen(LOOPBACK, accepted)
         outcomes = await dialled(caller, listener.addresses[0])
         await listener.close()
+        transport.close()
         assert [outcome.code for outcome in outcomes] == [""]
         assert [stream.bytes_received for stream in streams] == [0]
         assert caller.is_connected(ASKED.peer_id)

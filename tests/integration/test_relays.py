@@ -5,20 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
 
 from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import Hello, Reject, receive_frame, send_frame
-from manyhands.rpc.relayed_streams import MAX_OF_ONE_PAIR, RELAY, RelayRequest
+from manyhands.rpc.relayed_streams import MAX_OF_ONE_PAIR, RELAY, RELAYED, RelayRequest
 from manyhands.rpc.ways import DIRECT, relayed_by
-from manyhands.transport import Stream
-from tests.network import ECHO, KINDS, Text, endpoints, free_port, identity_of, serve_echo, transport_of, until
+from manyhands.transport import Stream, Transport
+from manyhands.transport.api import Pay
+from tests.network import (
+    ECHO,
+    KINDS,
+    PATIENCE_S,
+    Text,
+    endpoints,
+    free_port,
+    identity_of,
+    serve_echo,
+    transport_of,
+    until,
+)
+from tests.wire import WatchedEndpoint
 
 VOLUNTEER = RpcConfig(relay_mbit_s=8000.0)
 
@@ -26,7 +40,7 @@ VOLUNTEER = RpcConfig(relay_mbit_s=8000.0)
 @asynccontextmanager
 async def clients_and_relays(
     kind: str, *, num_relays: int = 1, config: RpcConfig = VOLUNTEER
-) -> AsyncIterator[tuple[Endpoint, Endpoint, list[Endpoint]]]:
+) -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, list[WatchedEndpoint]]]:
     """Two endpoints in client mode that are connected to all relays, and the relays."""
     async with endpoints(num_relays + 2, kind=kind, clients=[0, 1], config=config) as (one, other, *relays):
         for client in (one, other):
@@ -124,17 +138,16 @@ async def test_another_relay_takes_over_from_one_that_is_gone(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_it(kind: str) -> None:
     """As behind a firewall that lets connections to port 443 out."""
-    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER) as (client, relay, listening):
+    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER, are_acquainted=False) as swarm:
+        client, relay, listening = swarm
         serve_echo(client)
         seems_symmetric(client)
         serve_echo(listening)
         listening.accept_bulk("echo", send_back)
         client.accept_bulk("echo", send_back)
-        wall = Address.of("127.0.0.1", free_port(), listening.peer_id)
-        client._book._known[listening.peer_id].clear()
-        client.learn(listening.peer_id, [wall])
-        await client.call_on(relay.peer_id, 5.0)
-        await relay.call_on(listening.peer_id, 5.0)
+        client.learn(listening.peer_id, [Address.of("127.0.0.1", free_port())])
+        await client.connect(relay.addresses[0])
+        await relay.connect(listening.addresses[0])
         assert await echoed(client, listening)
         assert await echoed(listening, client)
         for here, there in ((client, listening), (listening, client)):
@@ -149,15 +162,14 @@ async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_i
 
 async def test_the_error_says_that_the_relay_is_no_volunteer_also_where_the_other_peer_has_addresses() -> None:
     """Else people look for what is wrong with these addresses."""
-    async with endpoints(3, kind="tls", clients=[0]) as (client, relay, listening):
+    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
         seems_symmetric(client)
         listening.accept_bulk("echo", send_back)
-        wall = Address.of("127.0.0.1", free_port(), listening.peer_id)
-        listening.announce([wall])
-        client._book._known[listening.peer_id].clear()
-        client.learn(listening.peer_id, [wall])
-        await client.call_on(relay.peer_id, 5.0)
-        await relay.call_on(listening.peer_id, 5.0)
+        bound = listening.addresses[0]
+        listening.announce([Address.of("127.0.0.1", free_port())])
+        client.learn(listening.peer_id, listening.addresses)
+        await client.connect(relay.addresses[0])
+        await relay.connect(bound)
         with pytest.raises(
             Unavailable, match=r"this peer relays no bulk data; started with --relay.*connection refused"
         ):
@@ -166,13 +178,13 @@ async def test_the_error_says_that_the_relay_is_no_volunteer_also_where_the_othe
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_first_stream_to_a_peer_that_cannot_be_dialled_may_be_a_bulk_stream(kind: str) -> None:
-    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER) as (client, relay, listening):
+    async with endpoints(3, kind=kind, clients=[0], config=VOLUNTEER, are_acquainted=False) as swarm:
+        client, relay, listening = swarm
         seems_symmetric(client)
         listening.accept_bulk("echo", send_back)
-        client._book._known[listening.peer_id].clear()
-        client.learn(listening.peer_id, [Address.of("127.0.0.1", free_port(), listening.peer_id)])
-        await client.call_on(relay.peer_id, 5.0)
-        await relay.call_on(listening.peer_id, 5.0)
+        client.learn(listening.peer_id, [Address.of("127.0.0.1", free_port())])
+        await client.connect(relay.addresses[0])
+        await relay.connect(listening.addresses[0])
         stream = await client.open_bulk(listening.peer_id, "echo", b"3")
         received = bytearray(3)
         await asyncio.gather(stream.send(b"abc"), stream.receive_into(memoryview(received)))
@@ -186,17 +198,22 @@ async def test_a_relay_cannot_pass_another_peer_off_as_the_target_and_nothing_of
         for client in (one, other, third):
             seems_symmetric(client)
             await client.call_on(relay.peer_id, 5.0)
-        honest = relay._relayed._open_to
+        honest = relay.wire.forward
 
-        async def to_third(target: PeerId, hello: Hello, timeout_s: float) -> object:
-            return await honest(third.peer_id, hello, timeout_s)
+        async def to_third(from_one: Stream, to_other: Stream, chunk_bytes: int, pay: Pay) -> None:
+            to_other.abort()
+            to_third = await relay.open_bulk(third.peer_id, RELAYED, b"")
+            try:
+                await honest(from_one, to_third, chunk_bytes, pay)
+            finally:
+                relay.release(to_third)
 
-        relay._relayed._open_to = to_third  # type: ignore[assignment]
-        before = len(one._streams)
+        relay.wire.forward = to_third  # type: ignore[method-assign]
+        before = one.num_streams, relay.num_streams
         with pytest.raises(Unavailable, match=f"found {third.peer_id}"):
             await one.call_on(other.peer_id, 5.0)
-        assert len(one._streams) == before
-        await until(lambda: not relay._relayed._forwarded, "the relay forwards nothing")
+        assert one.num_streams == before[0]
+        await until(lambda: relay.num_streams == before[1], "the relay forwards nothing")
 
 
 async def answer_of(relay: Endpoint, header: bytes, number: int = 50, kind: str = "tls") -> Reject:
@@ -255,30 +272,36 @@ async def test_a_request_that_cannot_be_read_is_a_violation() -> None:
 
 
 async def test_one_pair_has_a_limited_number_of_relayed_streams_and_they_are_counted_until_they_end() -> None:
-    async with clients_and_relays("tls") as (one, other, [relay]):
+    async with clients_and_relays("tls") as (one, other, _):
         other.accept_bulk("echo", send_back)
         await one.call_on(other.peer_id, 5.0)
         streams = [await one.open_bulk(other.peer_id, "echo", b"3") for _ in range(MAX_OF_ONE_PAIR - 1)]
         with pytest.raises(Unavailable, match=f"{MAX_OF_ONE_PAIR} for this pair"):
             await one.open_bulk(other.peer_id, "echo", b"3")
         one.release(streams.pop())
-        await until(lambda: relay.counters["refused_relays"] == 1, "the relay has refused one")
-        await until(lambda: len(relay._relayed._forwarded) < MAX_OF_ONE_PAIR, "the stream has ended at the relay")
-        streams.append(await one.open_bulk(other.peer_id, "echo", b"3"))
+        async with time_limit(PATIENCE_S, "until the stream has ended at the relay, and counts no more"):
+            while len(streams) < MAX_OF_ONE_PAIR - 1:
+                with suppress(Unavailable):
+                    streams.append(await one.open_bulk(other.peer_id, "echo", b"3"))
         for stream in streams:
             one.release(stream)
 
 
 async def test_volunteers_are_asked_first() -> None:
-    async with endpoints(4, kind="tls", clients=[0, 1]) as (one, other, near, volunteer):
+    """Although one of the others is likely to be nearer."""
+    at = identity_of(2).peer_id  # the first to be connected, when all is slower
+
+    def make(transport: Transport, *, client_mode: bool, config: None) -> WatchedEndpoint:
+        is_volunteer = transport.identity.peer_id == at
+        return WatchedEndpoint(transport, client_mode=client_mode, config=VOLUNTEER if is_volunteer else None)
+
+    async with endpoints(8, kind="tls", clients=[0, 1], make=make) as (one, other, *relays):
+        volunteer = relays[0]
         serve_echo(other)
-        for relay in (near, volunteer):
-            relay._config = VOLUNTEER if relay is volunteer else RpcConfig()
         for client in (one, other):
             seems_symmetric(client)
-            for relay in (near, volunteer):
+            for relay in relays:
                 await client.call_on(relay.peer_id, 5.0)
-        assert one._pool.relays() == [volunteer.peer_id, near.peer_id]
         assert await echoed(one, other)
         assert one.way_to(other.peer_id) == relayed_by(volunteer.peer_id)
         assert one.carries_bulk(other.peer_id)

@@ -24,7 +24,12 @@ NUM_ROUNDS = 16
 
 def num_held(members: list[tuple[RoundRunner, FixedMeeting, Endpoint]]) -> int:
     """Streams that are open now and known; each is one file."""
-    return sum(len(endpoint._streams) for _, _, endpoint in members)
+    return sum(endpoint.num_streams for _, _, endpoint in members)
+
+
+def is_round_running() -> bool:
+    """Whether a task of a round has not ended yet."""
+    return any(task.get_name().startswith("rounds: ") for task in asyncio.all_tasks())
 
 
 async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
@@ -41,7 +46,7 @@ async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
             async with time_limit(PATIENCE_S, "waiting for the rounds to end"):
                 await asyncio.gather(*rounds, return_exceptions=True)
                 # two control connections; two kept bulk streams, and two of an earlier order of ranks
-                while any(len(endpoint._streams) > 6 or len(averager._tasks) for averager, _, endpoint in members):
+                while is_round_running() or any(endpoint.num_streams > 6 for _, _, endpoint in members):
                     await asyncio.sleep(0.01)
             for _, meeting, _ in members:
                 meeting.missing.clear()

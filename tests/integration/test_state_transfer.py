@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -52,11 +53,15 @@ class Donor:
         self.optimizer = torch.optim.SGD([weight.requires_grad_() for weight in self.weights], lr=0.1, momentum=0.9)
         self.make_step()
         self.num_captures = 0
-        self.server = StateServer(endpoint, "run", self._capture, lambda: self.position)
+        self.copies: list[weakref.ref[torch.Tensor]] = []
+        self.server = StateServer(endpoint, "run", lambda: self.capture(), lambda: self.position)
 
-    def _capture(self) -> State:
+    def capture(self) -> State:
+        """What it serves; a test may change that."""
         self.num_captures += 1
-        return self._copied()
+        state = self._copied()
+        self.copies.append(weakref.ref(state.content))
+        return state
 
     def _copied(self) -> State:
         state = Capture(self.optimizer, {}, self.position, 99, seal=b"seal").copy()
@@ -156,7 +161,7 @@ async def test_newcomers_at_the_same_step_share_one_copy_and_then_it_is_gone() -
         assert donor.num_captures == 1
         del states, state
         async with time_limit(PATIENCE_S, "waiting for the copy to be forgotten"):
-            while donor.server._copy is not None and donor.server._copy() is not None:
+            while any(copy() is not None for copy in donor.copies):
                 gc.collect()
                 await asyncio.sleep(0.001)
 
@@ -168,7 +173,7 @@ async def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next() -> None
         async with time_limit(PATIENCE_S, "waiting for the stream"):
             while one.bytes_sent < 500_000:
                 await asyncio.sleep(0)
-        one._streams.abort_all()
+        one.wire.abort_all()
         assert_whole(await downloading, donor)
 
 
@@ -355,10 +360,10 @@ async def test_a_download_without_donors_of_the_run_raises_unavailable() -> None
 async def test_a_donor_that_cannot_copy_its_state_says_nothing_and_lives() -> None:
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
-        donor.server._capture = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        capture, donor.capture = donor.capture, lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(Unavailable, match="lost peer"):
             await download(newcomer, donor)
-        donor.server._capture = donor._capture
+        donor.capture = capture  # type: ignore[method-assign]
         assert_whole(await download(newcomer, donor), donor)
 
 

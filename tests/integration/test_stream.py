@@ -122,12 +122,12 @@ def test_training_goes_on_from_the_cache_while_the_server_is_down(
         host.is_down = True
         (tmp_path / "1" / f"{'0' * 64}.arrow").write_bytes(b"of other data")  # and unused for longest
         os.utime(tmp_path / "1" / f"{'0' * 64}.arrow", (1, 1))
-        held_out = stream._cache.path_of(stream.index.validation[0])
+        held_out = stream.data.cache.path_of(stream.index.validation[0])
         trained_on = set()
         for _ in range(10):
             stream.advance()
-            trained_on.add(stream._path)
-        names = {stream._cache.path_of(shard) for shard in stream.index.train}
+            trained_on.add(stream.path)
+        names = {stream.data.cache.path_of(shard) for shard in stream.index.train}
         assert held_out.exists()
         assert len(trained_on) >= 2
         assert trained_on <= names, "neither what is held out, nor what is of other data"

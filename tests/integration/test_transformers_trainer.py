@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
+from tests.accelerators import forget_accelerator
 from tests.schedule_free import ScheduleFreeAdamW
 from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, in_threads, peers
@@ -36,8 +36,7 @@ def libraries_are_as_before() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
 
 
 class Tagger(torch.nn.Module):
@@ -447,7 +446,7 @@ def test_missing_and_superfluous_arguments_of_the_callback_are_refused(tmp_path:
     with pytest.raises(ConfigError, match=r"Trainer\(model_init\(\), "):
         CollaborativeCallback(made_late)
     several = made(tmp_path)
-    several.args._n_gpu = 2
+    several.args._n_gpu = 2  # noqa: SLF001 (transformers counts them once, and has no public way to say so)
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2 "):
         CollaborativeCallback(several)
     with peers(1) as (peer,):

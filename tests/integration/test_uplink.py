@@ -58,7 +58,8 @@ async def streams_from(here: Endpoint, there: Endpoint, num: int) -> AsyncIterat
 def pace_of(stream: Stream) -> int | None:
     """As the system has it, in bytes per second; None without one."""
     assert isinstance(stream, SealedStream)
-    info = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MAX_PACING_RATE_OFFSET + 8)
+    sock = stream._sock  # noqa: SLF001 (what the system has is shown by the socket alone)
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MAX_PACING_RATE_OFFSET + 8)
     (rate,) = struct.unpack_from("=Q", info, MAX_PACING_RATE_OFFSET)
     return None if rate in NO_PACE else int(rate)
 
@@ -70,8 +71,8 @@ def measuring() -> list[str]:
 
 def has_shown(endpoint: Endpoint, line: float) -> float:
     """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
-    endpoint.uplink._pace.add(uplink.MonitorInterval(line, 0.0))
-    paced = endpoint.uplink._pace.bytes_per_s
+    endpoint.uplink.pace.add(uplink.MonitorInterval(line, 0.0))
+    paced = endpoint.uplink.pace.bytes_per_s
     assert paced is not None
     return paced
 

@@ -14,10 +14,10 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
-from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
+from tests.inside import OpenOptimizer
 from tests.simulation.swarm_of_trainers import PLAIN
 from tests.simulation.worlds import join
 from tests.unit.access.world import COORDINATOR, RUN, token_of
@@ -38,7 +38,7 @@ class ChartedRun:
         self.world.network.default_link.latency_s = 0.02
         self.addresses: dict[str, list[Address]] = {}
         self.models: dict[str, torch.nn.Module] = {}
-        self.optimizers: dict[str, Optimizer] = {}
+        self.optimizers: dict[str, OpenOptimizer] = {}
         self.presences: dict[str, Presence] = {}
         self.ended: dict[str, str] = {}
         self.steps: dict[str, list[tuple[float, int]]] = {}
@@ -83,7 +83,7 @@ class ChartedRun:
         model = self.models[name] = torch.nn.Linear(2, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         options: dict[str, Any] = {"target_batch_size": 32, "batch_size_per_step": 8, "averaging": PLAIN}
-        optimizer = self.optimizers[name] = Optimizer(inner, peer=peer, run_id=RUN, **options)
+        optimizer = self.optimizers[name] = OpenOptimizer(inner, peer=peer, run_id=RUN, **options)
         steps = self.steps[name] = [(peer.time(), 0)]
         try:
             while True:

@@ -120,7 +120,7 @@ def explore(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console) as progress,
-        SeedProcesses(_run_quietly, _lost, num_processes=num_workers, bound_s=seed_timeout_s) as processes,
+        SeedProcesses(_run_quietly, lost, num_processes=num_workers, bound_s=seed_timeout_s) as processes,
     ):
         bar = progress.add_task("seeds", total=len(jobs))
 
@@ -146,7 +146,7 @@ def _run_quietly(name: str, seed: int) -> Outcome:
     return run_seed(name, seed)
 
 
-def _lost(job: Job, reason: str, wall_s: float) -> Outcome:
+def lost(job: Job, reason: str, wall_s: float) -> Outcome:
     """Of a seed whose process ended, or was ended since the seed spun."""
     name, seed = job
     return Outcome(name, seed, reason, schedule="", digest="", num_events=0, virtual_s=0.0, wall_s=wall_s)

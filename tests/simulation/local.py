@@ -12,8 +12,8 @@ import torch
 
 from manyhands.averaging.codecs import Sparse
 from manyhands.optim.local_steps import LocalReplica, LocalSteps, nesterov
-from manyhands.optim.optimizer import Optimizer
 from manyhands.testing import World
+from tests.inside import OpenOptimizer
 from tests.simulation.worlds import CountedPeer, Ledger, says, start_peers
 
 SIZES = (4800, 4, 4, 2)
@@ -67,13 +67,13 @@ class LocalTrainer:
         given: the samples of this process in committed rounds, by fragment: each sample once in each.
     """
 
-    optimizer: Optimizer
+    optimizer: OpenOptimizer
     given: Counter[int] = field(default_factory=Counter)
 
     @property
     def replica(self) -> LocalReplica:
         """Of the optimizer."""
-        replica = self.optimizer._replica
+        replica = self.optimizer.replica
         assert isinstance(replica, LocalReplica)
         return replica
 
@@ -85,8 +85,7 @@ class LocalTrainer:
         if num_fragments == 1 and not says(manifest, peer_id, optimizer.last_contribution):
             ledger.faults.append(f"{peer_id} gave {optimizer.last_contribution} samples, and not {weight}")
         if not optimizer.is_stepping:
-            agreed = torch.cat([parameter.detach().reshape(-1) for parameter in self.replica._parameters])
-            ledger.commit(peer_id, manifest, weight, agreed)  # type: ignore[arg-type]
+            ledger.commit(peer_id, manifest, weight, self.replica.flat_parameters())  # type: ignore[arg-type]
         fragment = manifest.position.step % num_fragments
         self.given[fragment] += weight * num_fragments  # type: ignore[assignment]
         if self.given[fragment] > optimizer.statistics.samples_computed + 1e-3:
@@ -107,7 +106,7 @@ def start_local(
     def train(sim_peer: CountedPeer, name: str, rng: random.Random) -> None:
         noise = torch.Generator().manual_seed(rng.randrange(1 << 32))
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
-        optimizer = Optimizer(
+        optimizer = OpenOptimizer(
             setting.inner(parameters),
             peer=sim_peer,
             run_id="simulated",
@@ -138,7 +137,7 @@ def check_agreement(trainers: dict[str, LocalTrainer]) -> None:
     by_step: dict[int, dict[str, str]] = {}
     for name, trainer in trainers.items():
         by_step.setdefault(steps[name], {})[name] = trainer.optimizer.state_digest()
-        for parameter in (*trainer.replica._parameters, *trainer.replica.model_parameters):
+        for parameter in (trainer.replica.flat_parameters(), *trainer.replica.model_parameters):
             assert parameter.isfinite().all(), name
             assert parameter.abs().max() < 10, f"{name} is far from all goals: {parameter}"
     assert all(len(set(digests.values())) == 1 for digests in by_step.values()), by_step

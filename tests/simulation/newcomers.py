@@ -10,6 +10,8 @@ import torch
 
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.drift import Drift
 from manyhands.testing import links, stream
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
@@ -85,9 +87,20 @@ def joined(codec: str, num_steps: float, until_s: float = 110.0, **options: Any)
         together(len(TRAINERS), member)
         run.train(member, until_s)
 
+    compared_at: dict[PeerId, Position] = {}
+    moved, loaded = Drift.moved, Drift.loaded
+
+    def note_moved(drift: Drift, position: Position, *arguments: Any, **options: Any) -> None:
+        compared_at[drift.own_id] = position
+        moved(drift, position, *arguments, **options)
+
+    def note_loaded(drift: Drift) -> None:
+        compared_at.pop(drift.own_id, None)
+        loaded(drift)
+
     def join(member: Member) -> None:
-        run.joined_at = member.optimizer._replica.position
-        run.compared_at = member.optimizer._collaboration._drift._position
+        run.joined_at = member.optimizer.replica.position
+        run.compared_at = compared_at.get(member.peer.peer_id)
         run.train(member, until_s)
 
     for name in TRAINERS:
@@ -95,5 +108,6 @@ def joined(codec: str, num_steps: float, until_s: float = 110.0, **options: Any)
     swarm.start(NEWCOMER, new_model, adamw, join, begins_s=JOINS_S, **options)
     mbit_s = 8e-6 * STATE_BYTES / (num_steps * STEP_S)
     swarm.world.network.set_bandwidth(NEWCOMER, up_mbit_s=10.0, down_mbit_s=mbit_s)
-    swarm.run(until_s + 200.0)
+    with mock.patch.object(Drift, "moved", note_moved), mock.patch.object(Drift, "loaded", note_loaded):
+        swarm.run(until_s + 200.0)
     return run

@@ -7,14 +7,16 @@ import asyncio
 import logging
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 import torch
 
-from manyhands.averaging.allreduce.butterfly import Butterfly, Condition
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.reducer import SpanReducer
+from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
@@ -23,7 +25,8 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.phases import Phase, change_butterflies, forget, on_phase
+from manyhands.testing.lies import replace_reducer
+from tests.phases import Connect, Phase, around_connects, change_butterflies, forget, on_phase
 from tests.swarm import FixedMeeting
 
 NUMEL = 60_000
@@ -289,37 +292,50 @@ def get_stuck(peer_id: PeerId, what: str) -> None:
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()
 
-    def change(butterfly: Butterfly) -> None:
-        if what == "unlike":
-            send_unlike_means(butterfly, set(butterfly.partners[::2]))
-        elif what == "send":
-            butterfly._send_to = stand_still  # type: ignore[method-assign]
-        else:
-            butterfly._reduce = stand_still  # type: ignore[method-assign]
+    async def connect_for_nothing(connect: Connect, *arguments: Any) -> RoundStream:
+        stream = await connect(*arguments)
+        stream.send = stream.send_each = stand_still  # type: ignore[method-assign,assignment]
+        return stream
 
-    change_butterflies(peer_id, change)
+    if what == "unlike":
+        change_butterflies(peer_id, lambda butterfly: send_unlike_means(butterfly, every=2))
+    elif what == "send":
+        around_connects(peer_id, connect_for_nothing)
+    else:
+        change_butterflies(peer_id, lambda butterfly: replace_reducer(butterfly, StuckReducer))
 
 
-def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:
-    """Have a reducer send some of its partners other means, each its own ones."""
-    outgoing = butterfly._means
+class StuckReducer(SpanReducer):
+    """Takes the place of one that averages."""
 
-    def means_for(rank: int) -> Iterator[memoryview | Condition]:
-        num_sent = 0
-        for piece in outgoing(rank):
-            if isinstance(piece, memoryview):
-                num_sent += 1
-                if num_sent == 2:  # the first one says how long they are
-                    piece = memoryview(bytearray(piece.cast("B")[:-4]) + struct.pack("<f", float(rank)))
-            yield piece
+    def __init__(self, honest: SpanReducer) -> None:
+        vars(self).update(vars(honest))
 
-    def outgoing_to(rank: int) -> Iterator[memoryview | Condition]:
-        if butterfly._owes_values_to(rank):
-            yield from butterfly._values(rank)
-        if butterfly._reducer.chunks:
-            yield from means_for(rank) if rank in victims else outgoing(rank)
+    async def run(self) -> AsyncIterator[tuple[int, str]]:
+        await asyncio.Event().wait()
+        yield 0, ""
 
-    butterfly._outgoing = outgoing_to  # type: ignore[method-assign]
+
+class UnlikeReducer(SpanReducer):
+    """Takes the place of one that sends all the same; see :func:`send_unlike_means`."""
+
+    def __init__(self, honest: SpanReducer, every: int) -> None:
+        vars(self).update(vars(honest))
+        self._every = every
+        self._num_sent = 0
+
+    def done(self, num_before: int) -> tuple[int, memoryview]:
+        num_done, means = super().done(num_before)
+        if num_done > num_before:
+            self._num_sent += 1
+            if self._num_sent % self._every == 1 % self._every:
+                means = memoryview(bytearray(means[:-4]) + struct.pack("<f", float(self._num_sent)))
+        return num_done, means
+
+
+def send_unlike_means(butterfly: Butterfly, every: int = 1) -> None:
+    """Have a reducer send its partners, or every second one and so on, other means, each its own ones."""
+    replace_reducer(butterfly, lambda honest: UnlikeReducer(honest, every))
 
 
 def random_death(seed: int) -> RoundWorld:

@@ -39,7 +39,7 @@ class Commits:
     times: dict[PeerId, tuple[float, int]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     _fingerprints: dict[bytes, bytes] = field(default_factory=dict)
-    _means: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    means: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_rounds(self) -> int:
@@ -56,7 +56,7 @@ class Commits:
         if weights[peer_id] not in (weight, 0.0):
             self.wrong.append(f"{peer_id} gave {weight} samples to {group_id.hex()}, which counts {weights[peer_id]}")
         if averaged_N is not None:
-            if not torch.equal(self._means.setdefault(group_id, averaged_N), averaged_N):
+            if not torch.equal(self.means.setdefault(group_id, averaged_N), averaged_N):
                 self.wrong.append(f"{peer_id} holds another mean of {group_id.hex()}")
             for part in manifest.parts or [SpanResult(0, NUMEL, 0, [])]:
                 here = {

@@ -46,7 +46,7 @@ class Stranger:
         StateServer(presence.endpoint, RUN, self._state, lambda: self._claimed)
 
     def _state(self) -> State:
-        honest = self._run.optimizers["a"]._replica.capture()
+        honest = self._run.optimizers["a"].replica.capture()
         header, tensors = honest.header, [tensor.clone() for tensor in honest.tensors]
         tensors[0].fill_(SPOILT)
         place = (self._claimed, Roster(), SEAL) if self._is_elsewhere else (header.position, header.roster, header.seal)

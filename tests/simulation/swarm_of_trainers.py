@@ -11,11 +11,12 @@ import torch
 
 from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
-from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
 from manyhands.rpc import RpcConfig
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
+from manyhands.testing.numbered import current_life
+from tests.inside import OpenOptimizer
 from tests.simulation.worlds import join
 
 PLAIN = AveragingConfig(codec="none", matchmaking_time_s=10.0, averaging_timeout_s=40.0)
@@ -35,7 +36,7 @@ class Member:
     peer: SimPeer
     name: str
     model: torch.nn.Module
-    optimizer: Optimizer
+    optimizer: OpenOptimizer
 
     def step(self, loss: torch.Tensor, batch_s: float = BATCH_S, **options: Any) -> None:
         """One micro-batch, which takes some virtual seconds."""
@@ -119,7 +120,7 @@ class Swarm:
 
         def live(peer: SimPeer) -> None:
             model = make_model()
-            optimizer = Optimizer(
+            optimizer = OpenOptimizer(
                 make_optimizer(model), peer=peer, **{"run_id": "swarm", "averaging": PLAIN, **options}
             )
             member = self.members[name] = Member(peer, name, model, optimizer)
@@ -148,6 +149,10 @@ class Swarm:
 
         host = self.world.start(name, program)
         return Address.of(host.ip, PORT, self.world.identity(host.name).peer_id)
+
+    def is_running(self, name: str) -> bool:
+        """Whether the code that runs now is a peer's."""
+        return current_life.get() is self.world.host(name).life
 
     def run(self, until_s: float = 600.0) -> None:
         """Let virtual time pass until all programs are done; once."""

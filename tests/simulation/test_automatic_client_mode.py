@@ -10,12 +10,12 @@ import torch
 
 from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
-from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
 from manyhands.reach.own_mode import ASK_AGAIN_S, ASK_TIMEOUT_S, DECIDED_WITHIN_S
 from manyhands.testing import Host, World, at
 from manyhands.testing.blocking import SimPeer, run_blocking
 from manyhands.testing.network import SimListener
+from tests.inside import OpenOptimizer
 
 PORT = 31337
 BATCH_S, BATCH = 0.5, 4
@@ -30,7 +30,7 @@ class Swarm:
     steps_by: float
     world: World = field(default_factory=lambda: World(3))
     presences: dict[str, Presence] = field(default_factory=dict)
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    optimizers: dict[str, OpenOptimizer] = field(default_factory=dict)
     client_at_s: float | None = None
     joined_at_s: dict[str, float] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class Swarm:
     def _train(self, name: str, peer: SimPeer) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(5, 3)
-        optimizer = self.optimizers[name] = Optimizer(
+        optimizer = self.optimizers[name] = OpenOptimizer(
             torch.optim.AdamW(model.parameters(), lr=0.01), peer=peer, run_id="swarm", averaging=AVERAGING,
             target_batch_size=12 * (self.num_others + 1), batch_size_per_step=BATCH,
         )  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     def look() -> None:
         """Note its mode, and what another peer has read of it."""
         closed = swarm.presences["closed"]
-        record = swarm.optimizers["open0"]._collaboration.tracker.observed()[closed.peer_id].record
+        record = swarm.optimizers["open0"].collaboration.tracker.observed()[closed.peer_id].record
         modes.append((closed.endpoint.client_mode, record.is_client))
 
     swarm.world.schedule(at(opened_s).call(swarm.open_port))

@@ -15,6 +15,7 @@ from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World
+from tests.phases import rounds_of
 from tests.swarm import FixedMeeting
 from tests.sweeps import few_of
 
@@ -30,7 +31,7 @@ class Measured:
 
     Attributes:
         seconds: of each round.
-        mbit_s: what the members believe of their uplinks in the end.
+        mbit_s: what the members believe of their uplinks in the last round.
         owned: what fraction of the vector each reduced, by round.
     """
 
@@ -79,6 +80,7 @@ def run_rounds(
                 await endpoint.connect(other.addresses[0])
         await asyncio.sleep(5 * HEARTBEAT_S)  # all know each other, and how far away they are
         vector_N = torch.arange(NUMEL, dtype=torch.float32)
+        rounds = rounds_of(endpoint.peer_id)
         for number in range(num_rounds):
             if host.name in (changes or {}).get(number, {}):
                 limit(host.name, (changes or {})[number][host.name])
@@ -91,7 +93,8 @@ def run_rounds(
             measured.owned[number][host.name] = round((vectors - 1) / (len(ids) - 2), 2)
             if host.name == "p0":
                 measured.seconds.append(result.averaging_s)
-        measured.mbit_s[host.name] = averager._bandwidth.bandwidth / 125_000
+        last = rounds[-1]
+        measured.mbit_s[host.name] = last.group.members[last.machine.rank].bandwidth / 125_000
         await asyncio.sleep(10.0)  # the others are done, too; who is on a slow line is late
         await averager.close()
         await endpoint.close()

@@ -9,9 +9,11 @@ import logging
 import pytest
 
 from manyhands.access.coordinator import Coordinator
+from manyhands.access.managing import manage
 from manyhands.peer import Presence
+from manyhands.testing import Host
 from tests.simulation.charted import ChartedRun
-from tests.unit.access.world import CHARTER
+from tests.unit.access.world import CHARTER, OWNER
 
 BANNED_S, END_S = 40.0, 90.0
 
@@ -25,11 +27,17 @@ def longest_wait_s(run: ChartedRun, since: float, until: float) -> float:
 def test_the_others_go_on_at_once_when_a_member_is_banned(caplog: pytest.LogCaptureFixture) -> None:
     run = ChartedRun(CHARTER)
 
-    async def ban_later(presence: Presence, coordinator: Coordinator) -> None:
-        await asyncio.sleep(BANNED_S)
-        coordinator._ledger.ban(run.presences["bad"].peer_id, presence.wall_clock())
+    async def nothing_else(presence: Presence, coordinator: Coordinator) -> None:
+        pass
 
-    run.start_coordinator(ban_later)
+    async def ban(host: Host) -> None:
+        await asyncio.sleep(BANNED_S)
+        owner = await run.presence(host, OWNER)
+        await manage(owner.endpoint, owner.dht, CHARTER, [run.presences["bad"].peer_id])
+        await asyncio.Event().wait()
+
+    run.start_coordinator(nothing_else)
+    run.world.start("owner", ban)
     run.start("good")
     run.start("bad")
     caplog.set_level(logging.INFO)

@@ -196,8 +196,7 @@ def test_a_reducer_that_lies_to_all_changes_no_step(
 
     def lie(butterfly: Butterfly) -> None:
         nonlocal num_lies
-        num_lies += bool(butterfly._reducer.chunks)
-        lie_about_means(butterfly, lambda mean: factor * mean)
+        num_lies += lie_about_means(butterfly, lambda mean: factor * mean)
 
     swarm, losses = run_with_liar(lambda flat_N, weight: (flat_N, weight), is_alike=True, change=lie)
     assert num_lies >= 3
@@ -208,7 +207,7 @@ def test_a_reducer_that_lies_to_all_changes_no_step(
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
         assert losses[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert swarm.members[name].optimizer.is_member
-        roster = swarm.members[name].optimizer._collaboration.local.roster
+        roster = swarm.members[name].optimizer.replica.roster
         assert swarm.members["liar"].peer.peer_id not in roster.members
     named = f"the means of peer {swarm.members['liar'].peer.peer_id} are not the means"
     assert sum(named in line for line in caplog.messages) >= 2 * len(HONEST), "each of them, in two rounds"
@@ -618,7 +617,7 @@ def test_a_member_that_sends_different_means_to_different_members_stops_no_step(
 
     def lie(butterfly: Butterfly) -> None:
         if clock.time() >= QUIET_S:
-            send_unlike_means(butterfly, butterfly.partners)
+            send_unlike_means(butterfly)
 
     def train(member: Member) -> None:
         together(len(names), member)

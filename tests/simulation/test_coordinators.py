@@ -160,7 +160,7 @@ def test_a_coordinator_that_is_restarted_resumes_its_role(down_s: float) -> None
     swarm.world.schedule(at(60).kill("c1"), at(60 + down_s).restart("c1"))
     swarm.start(["d0"], [swarm.address("c1")], at_s=120.0)
     num_records: list[int] = []
-    swarm.world.schedule(at(179).call(lambda: num_records.append(len(swarm.presences["c1"].dht._storage))))
+    swarm.world.schedule(at(179).call(lambda: num_records.append(swarm.presences["c1"].dht.num_records)))
     swarm.world.run(180.0)
     everybody = ["c1", *ordinary, "d0"]
     assert_all_see(swarm, everybody, everybody)

@@ -14,6 +14,7 @@ import torch
 from manyhands.averaging.timing import LOOK_S
 from manyhands.base.errors import ConfigError
 from manyhands.optim.blocking_client import BlockingRunClient
+from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model
@@ -141,14 +142,23 @@ def delayed_steps(background_s: float) -> list[tuple[float, float]]:
 
 def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each report wakes two threads, one of which is in a round."""
-    original, batch_s = BlockingRunClient._report, 0.02
+    tell, report, batch_s = ProgressTracker.report, BlockingRunClient.report, 0.02
+    num_told = 0
     reports: list[tuple[float, int]] = []
 
-    def noted(self: BlockingRunClient, samples: int, *args: Any) -> None:
-        reports.append((swarm.world.loop.time(), samples))
-        original(self, samples, *args)
+    def told(self: ProgressTracker, *args: Any) -> None:
+        nonlocal num_told
+        num_told += 1
+        tell(self, *args)
 
-    monkeypatch.setattr(BlockingRunClient, "_report", noted)
+    def noted(self: BlockingRunClient, samples: int, *args: Any) -> None:
+        before = num_told
+        report(self, samples, *args)
+        if num_told > before:
+            reports.append((swarm.world.loop.time(), samples))
+
+    monkeypatch.setattr(ProgressTracker, "report", told)
+    monkeypatch.setattr(BlockingRunClient, "report", noted)
 
     def train(member: Member) -> None:
         while member.optimizer.global_step < 1:

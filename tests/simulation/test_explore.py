@@ -143,7 +143,7 @@ def run_spinning(name: str, seed: int) -> Outcome:
 
 @pytest.mark.long
 def test_a_seed_that_spins_or_crashes_is_reported_and_the_next_ones_run() -> None:
-    with SeedProcesses(run_spinning, explore._lost, num_processes=2, bound_s=6.0) as processes:
+    with SeedProcesses(run_spinning, explore.lost, num_processes=2, bound_s=6.0) as processes:
         outcomes = sorted(processes.results([("spin", seed) for seed in range(6)]), key=lambda outcome: outcome.seed)
     assert [outcome.seed for outcome in outcomes if not outcome.error] == [0, 2, 4, 5]
     spun, crashed = outcomes[1], outcomes[3]

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.timing import TWO_DIALS_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.contacts import Contacts, HereIAm
+from manyhands.rpc import Endpoint
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of
@@ -173,12 +175,21 @@ def test_a_peer_on_a_frozen_machine_is_not_asked_before_each_step_alone(monkeypa
     assert all(later - earlier >= TWO_DIALS_S for earlier, later in itertools.pairwise(asked)), asked
 
 
-def test_a_peer_that_is_closed_in_a_call_of_step_calls_nobody_any_more() -> None:
+def test_a_peer_that_is_closed_in_a_call_of_step_calls_nobody_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may close it while ``step()`` decides what to do."""
+
+    made: list[Contacts] = []
+    init = Contacts.__init__
+
+    def noted(contacts: Contacts, *arguments: Any, **options: Any) -> None:
+        init(contacts, *arguments, **options)
+        made.append(contacts)
+
+    monkeypatch.setattr(Contacts, "__init__", noted)
 
     def train(member: Member) -> None:
         member.optimizer.close()
-        contacts = member.optimizer._collaboration._contacts
+        (contacts,) = made
         contacts.tell([member.peer.peer_id])
         contacts.look_for_the_dead()
 
@@ -195,13 +206,14 @@ def test_a_peer_that_is_asked_again_and_again_tells_its_accumulated_samples_once
 ) -> None:
     """Here to one that computes nothing, by one that has all but reached the target and is called again and again."""
     told: Counter[tuple[PeerId, Position, int]] = Counter()
-    hear = Contacts._on_told
+    call = Endpoint.call
 
-    def count(contacts: Contacts, remote: PeerId, news: HereIAm) -> object:
-        told[remote, news.record.position, news.record.samples] += 1
-        return hear(contacts, remote, news)
+    async def count(own: Endpoint, peer_id: PeerId, method: Any, request: Any, timeout_s: float = 5.0) -> Any:
+        if isinstance(request, HereIAm):
+            told[own.peer_id, request.record.position, request.record.samples] += 1
+        return await call(own, peer_id, method, request, timeout_s)
 
-    monkeypatch.setattr(Contacts, "_on_told", count)
+    monkeypatch.setattr(Endpoint, "call", count)
 
     def train(member: Member) -> None:
         together(2, member)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.phases import Average, around_averages
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
 from tests.simulation.test_grid_steps import in_grid
 from tests.sweeps import few_of
@@ -46,18 +47,19 @@ def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> Swarm
     swarm = Swarm(seed)
 
     def train(member: Member) -> None:
-        number, rng, rounds = int(member.name[1:]), random.Random(member.name), member.optimizer._collaboration._rounds
-        is_liar, average = lie is not None and number == 0, rounds.average
+        number, rng = int(member.name[1:]), random.Random(member.name)
+        assignment = member.optimizer.collaboration.step_rounds.assignment
+        is_liar = lie is not None and number == 0
 
-        async def lying(flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
-            position = rounds.matchmaker._meeting.position()
+        async def lying(average: Average, flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
+            position = assignment.position()
             if lie is not None and position.group_key and position.step % NUM_ROUNDS > 0:
                 flat_N = lie(flat_N)
             return await average(flat_N, weight, **options)
 
         in_grid(member, NUM_PEERS)
         if is_liar:
-            rounds.average = lying  # type: ignore[method-assign]
+            around_averages(member.peer.peer_id, lying)
         while member.optimizer.global_step < num_steps and not (is_liar and swarm.done):
             goal = 1.0 if number % 2 else -1.0
             loss = (member.model.values_N - goal).square().sum() / 2  # type: ignore[operator, union-attr]

@@ -99,7 +99,7 @@ def test_twelve_peers_in_groups_make_the_steps_of_one_process(
         counts = member.optimizer.statistics
         assert (counts.samples_used, counts.samples_dropped) == (counts.samples_computed, 0)
         assert (counts.rounds_committed, counts.states_loaded) == (NUM_STEPS, 0), counts
-    assert len({member.optimizer._collaboration.tracker.own.position for member in swarm.members.values()}) == 1
+    assert len({member.optimizer.replica.position for member in swarm.members.values()}) == 1
     assert all(key.startswith({2: "4x3 ", 3: "3x2x2 "}[num_rounds]) for key in keys), keys
 
 
@@ -175,15 +175,8 @@ def test_a_grid_steps_on_without_a_peer_killed_in_the_midst_of_a_step(
     def deadly(self: Any, *args: Any, **kwargs: Any) -> Any:
         member = swarm.members.get(victim)
         if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
-            collaboration: Any = member.optimizer._collaboration
-            rounds, assignment = collaboration._rounds, collaboration.step_rounds.assignment
-            parts = [rounds.matchmaker, member.optimizer._replica]
-            is_its = any(self is part for part in parts)
-            if isinstance(self, Butterfly):
-                is_its = self._members[self._rank].peer_id == member.peer.peer_id
-            if isinstance(self, Round):
-                is_its = self.group.members[self.rank].peer_id == member.peer.peer_id
-            if is_its and (assignment._number % 2 == number or phase == "updating"):
+            next_round = member.optimizer.collaboration.step_rounds.assignment.position().step
+            if swarm.is_running(victim) and (next_round % 2 == number or phase == "updating"):
                 swarm.done.add(victim)
                 swarm.world.loop.call_soon(swarm.world.kill, victim)
         return original(self, *args, **kwargs)

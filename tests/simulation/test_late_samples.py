@@ -84,11 +84,10 @@ class Marked:
         self._note(member)
 
     def _note(self, member: Member) -> None:
-        replica = member.optimizer._replica
+        replica = member.optimizer.replica
         if not member.optimizer.is_stepping:
             parent = replica.origin.parent if replica.origin is not None else None
-            held_N = torch.cat([parameter.detach().reshape(-1) for parameter in replica._parameters])
-            self.made.setdefault(replica.position, (parent, held_N.clone()))
+            self.made.setdefault(replica.position, (parent, replica.flat_parameters()))
             step = replica.position.step
             if step > self.last_step.get(member.name, 0) + 1:
                 self.missed_several.add(member.name)
@@ -124,7 +123,7 @@ class Marked:
         in_steps = self.marks_of_all_branches()
         for name, one in counts.items():
             num_samples = num_of(name, in_steps) * BATCH_SIZE
-            if self.swarm.members[name].optimizer._replica.position == end:
+            if self.swarm.members[name].optimizer.replica.position == end:
                 assert one.samples_used <= num_samples <= one.samples_used + one.samples_dropped, (name, one)
         return counts
 
@@ -228,20 +227,12 @@ def test_a_peer_that_froze_in_a_phase_of_a_step_drops_only_samples_in_doubt(
 
     def freezing(self: Any, *args: Any, **kwargs: Any) -> Any:
         member = swarm.members.get(victim)
-        if not is_frozen and member is not None and member.optimizer.global_step == 2 and is_of(self, member):
+        if not is_frozen and member is not None and member.optimizer.global_step == 2 and swarm.is_running(victim):
             is_frozen.append(True)
             loop = swarm.world.loop
             loop.call_soon(swarm.world.freeze, victim)
             loop.call_outside(loop.time() + FROZEN_S, swarm.world.thaw, victim)
         return original(self, *args, **kwargs)
-
-    def is_of(part: Any, member: Member) -> bool:
-        if isinstance(part, Butterfly):
-            return part._flat_N is not None and part._rank == rank
-        if isinstance(part, Round):
-            return part.rank == rank
-        rounds: Any = member.optimizer._collaboration._rounds
-        return part is rounds.matchmaker
 
     monkeypatch.setattr(owner, method, freezing)
     start(marked, 100.0)

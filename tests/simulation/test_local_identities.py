@@ -191,14 +191,14 @@ def test_a_plain_loop_gives_the_rows_of_the_benchmarks_table(mode: benchmark.Mod
     """Two averages of the small GPT; four peers are added up in another order, which changes the last digits."""
     size = replace(SIZES["quick"], steps=2 * mode.H)
     training = benchmark.Training(benchmark.Case(size, "gpt", mode, seed=0))
-    batches = [[training._shards.batch(peer, step) for step in range(size.steps)] for peer in range(benchmark.PEERS)]
+    batches = [[training.shards.batch(peer, step) for step in range(size.steps)] for peer in range(benchmark.PEERS)]
     steps = mode.options(size.batch)["local_steps"]
     agreed = agreed_after_each(
-        batches, mode.H, training._new_model, training._new_inner, lambda model, batch: model(**batch).loss,
+        batches, mode.H, training.new_model, training.new_inner, lambda model, batch: model(**batch).loss,
         outer=steps.make_outer, fragments=steps.fragments, overlap=steps.overlap_steps, sparse=steps.sparse,
         max_grad_norm=MAX_GRAD_NORM,
     )[-1]  # fmt: skip
-    model = training._new_model()
+    model = training.new_model()
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), agreed, strict=True):
             parameter.copy_(value)

@@ -14,6 +14,7 @@ from manyhands.rpc import Endpoint
 from manyhands.rpc.endpoint import LOOK_PERIOD_S
 from manyhands.testing import Host, World, at
 from tests.simulation.worlds import KEY, join
+from tests.wire import WatchedEndpoint
 
 PORT, NEW_PORT = 31337, 4242
 OLD_IP, NEW_IP = "30.0.0.1", "30.0.0.2"
@@ -34,7 +35,7 @@ class Swarm:
         self.world.network.default_link.latency_s = 0.02
         self.down_s = down_s
         self._listens_at = listens_at
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, WatchedEndpoint] = {}
         self.found_at_s: dict[str, float] = {}
         self._initial_peers: list[Address] = []
         for number, name in enumerate(["first", "second", "moving", "client"]):
@@ -49,7 +50,8 @@ class Swarm:
         async def program(host: Host) -> None:
             await asyncio.sleep(begin_s)
             world = self.world
-            endpoint = Endpoint(world.transport(host), client_mode=name == "client", rng=world.rng(f"endpoint {name}"))
+            client_mode, rng = name == "client", world.rng(f"endpoint {name}")
+            endpoint = WatchedEndpoint(world.transport(host), client_mode=client_mode, rng=rng)
             node = DhtNode(endpoint, DhtConfig(), world.rng(name), host.wall_clock)
             self.endpoints[name] = endpoint
             try:
@@ -84,9 +86,9 @@ class Swarm:
     def _drop(self) -> None:
         world, host = self.world, self.world.host("moving")
         self._listener = world.network.listeners.pop((host.ip, PORT))
-        for connection in self.endpoints["moving"]._pool.all():
-            if not connection.is_dialled:
-                connection._stream.abort()
+        wire = self.endpoints["moving"].wire
+        for stream in sorted(wire.streams - wire.dialled, key=str):
+            stream.abort()
 
     def _return(self) -> None:
         host = self.world.host("moving")
@@ -118,7 +120,7 @@ def test_a_machine_that_gets_another_address_is_found_by_all_within_a_minute(mon
     def hosts_of_this_machine(protocol: str) -> list[str]:
         return [moving.ip, "127.0.0.1"]
 
-    monkeypatch.setattr("manyhands.rpc.announce._hosts_of_this_machine", hosts_of_this_machine)
+    monkeypatch.setattr("manyhands.rpc.announce.hosts_of_this_machine", hosts_of_this_machine)
     world.schedule(at(DROPS_AT_S).call(lambda: world.network.move("moving", NEW_IP)))
     world.run(DROPS_AT_S + FOUND_WITHIN_S + 15.0)
     took_s = {name: round(at_s - DROPS_AT_S, 1) for name, at_s in swarm.found_at_s.items()}
@@ -130,7 +132,7 @@ def test_a_machine_that_gets_another_address_is_found_by_all_within_a_minute(mon
 
 def test_a_public_address_stays_announced_while_those_of_the_machine_change(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [OLD_IP, "127.0.0.1"]
-    monkeypatch.setattr("manyhands.rpc.announce._hosts_of_this_machine", lambda protocol: hosts)
+    monkeypatch.setattr("manyhands.rpc.announce.hosts_of_this_machine", lambda protocol: hosts)
     world, announced = World(seed=6), []
 
     async def program(host: Host) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from manyhands.averaging.roster import lineage_of
-from manyhands.base.address import Address
 from manyhands.optim.step.replica import Replica
+from manyhands.peer import Presence
 from tests.simulation.newcomers import NEWCOMER, joined
 from tests.simulation.swarm_of_trainers import Member, Swarm
 
@@ -34,7 +34,7 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     first = min(step for step, contributors in run.contributors.items() if peer_id in contributors)
     assert first <= run.joined_at.step + 2, "the step that had begun when it joined, or the one that began then"
     assert all(len(digests) == 1 for digests in run.digests.values())
-    replicas = [member.optimizer._replica for member in run.swarm.members.values()]
+    replicas = [member.optimizer.replica for member in run.swarm.members.values()]
     assert all(replica.position.lineage == lineage_of(replica.seal, replica.roster) for replica in replicas)
     assert all(peer_id in replica.roster.standings for replica in replicas)
     assert all(replica.roster.round == replica.position.step for replica in replicas)
@@ -55,9 +55,13 @@ def new_model() -> torch.nn.Module:
 
 
 @pytest.mark.long
-def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch() -> None:
+def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It finds no record then; it waits for its link, and loads the state of the others."""
     swarm, trainers, end_s = Swarm(seed=1), ("a", "b"), 60.0
+    newcomers_id = swarm.world.identity(NEWCOMER).peer_id
+    monkeypatch.setattr(Presence, "knew_others", property(lambda presence: presence.peer_id == newcomers_id))
     swarm.start_coordinator()
     network = swarm.world.network
     others = [*trainers, "coordinator"]
@@ -76,7 +80,7 @@ def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch(
 
     def train(member: Member) -> None:
         if member.name == NEWCOMER:
-            member.peer.presence._named = [Address.of("10.0.0.1", 1)]
+            assert member.peer.presence.knew_others
         step = 0
         while swarm.world.loop.time() < end_s:
             inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))

@@ -52,7 +52,7 @@ def test_rounds_with_faults_leave_nothing_behind(end_s: float) -> None:
 
     def look() -> None:
         seen.append(kept(world))
-        seen[-1]["vectors"] -= len(commits._means)  # those the test itself keeps
+        seen[-1]["vectors"] -= len(commits.means)  # those the test itself keeps
         num_before.append(commits.num_rounds)
 
     world.loop.call_outside(1.0, disturb)

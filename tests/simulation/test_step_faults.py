@@ -95,21 +95,11 @@ def test_the_others_learn_and_lose_no_sample_after_a_kill_in_any_phase(
             member is not None
             and member.optimizer.global_step == 3
             and victim not in swarm.done
-            and is_of(self, member)
+            and swarm.is_running(victim)
         ):
             swarm.done.add(victim)
             swarm.world.loop.call_soon(swarm.world.kill, victim)
         return original(self, *args, **kwargs)
-
-    def is_of(part: Any, member: Member) -> bool:
-        collaboration: Any = member.optimizer._collaboration
-        rounds, replica = collaboration._rounds, member.optimizer._replica
-        parts = [collaboration, rounds.matchmaker, replica]
-        if isinstance(part, Butterfly):
-            return part._flat_N is not None and part._rank == rank
-        if isinstance(part, Round):
-            return part.rank == rank
-        return any(part is one for one in parts)
 
     monkeypatch.setattr(owner, method, deadly)
 

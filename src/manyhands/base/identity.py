@@ -135,7 +135,7 @@ class Identity:
 
     def sign(self, domain: str, message: bytes) -> bytes:
         """Sign ``message`` for one domain; the signature, 64 bytes, is invalid in any other domain."""
-        return self.private_key.sign(_signed_bytes(domain, message))
+        return self.private_key.sign(signed_bytes(domain, message))
 
 
 def verify(peer_id: PeerId, domain: str, message: bytes, signature: bytes) -> None:
@@ -145,7 +145,7 @@ def verify(peer_id: PeerId, domain: str, message: bytes, signature: bytes) -> No
         BadSignature: it did not, or the peer id is malformed.
     """
     try:
-        public_key_of(peer_id).verify(signature, _signed_bytes(domain, message))
+        public_key_of(peer_id).verify(signature, signed_bytes(domain, message))
     except (InvalidSignature, ConfigError) as error:
         raise BadSignature(peer_id, f"the signature does not match ({domain})") from error
 
@@ -184,6 +184,7 @@ def _keep_to_owner(path: Path) -> None:
     )
 
 
-def _signed_bytes(domain: str, message: bytes) -> bytes:
+def signed_bytes(domain: str, message: bytes) -> bytes:
+    """Return what is signed of a message of one domain."""
     name = domain.encode()
     return _SIGNATURE_PREFIX + len(name).to_bytes(2, "big") + name + message

@@ -122,7 +122,7 @@ class PeerOptions:
             map_port(peer, at_exit)
         return peer
 
-    def _rpc_config(self, *, relays: bool, max_upload_mbit_s: float | None = None) -> RpcConfig:
+    def rpc_config(self, *, relays: bool, max_upload_mbit_s: float | None = None) -> RpcConfig:
         """The limits of bulk streams.
 
         Args:
@@ -147,7 +147,7 @@ class PeerOptions:
             state_dir=state_dir,
             must_join=must_join,
             before_joining=self._before_joining(),
-            rpc_config=self._rpc_config(relays=True),
+            rpc_config=self.rpc_config(relays=True),
         )
 
 
@@ -199,7 +199,7 @@ class NetworkOptions(PeerOptions):
             state_dir=state_dir,
             must_join=must_join,
             before_joining=self._before_joining(),
-            rpc_config=self._rpc_config(relays=False, max_upload_mbit_s=self.max_upload_mbit_s),
+            rpc_config=self.rpc_config(relays=False, max_upload_mbit_s=self.max_upload_mbit_s),
         )
 
 

@@ -39,7 +39,8 @@ ANNOUNCE = Method("rpc.announce", Announcement, AnnounceResponse)
 
 _NAMES = ("dns", "dns4", "dns6")
 _EVERYWHERE = [Address("ip4", "0.0.0.0", 1), Address("ip6", "::", 1)]
-_INTERFACES = Path("/sys/class/net")  # on Linux
+INTERFACES = Path("/sys/class/net")
+"""Where Linux lists the network interfaces."""
 
 
 def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
@@ -65,7 +66,7 @@ def _is_superfluous(address: Address, found: Sequence[Address]) -> bool:
 def _all_addresses(bound: Sequence[Address]) -> list[Address]:
     ranked: list[tuple[bool, int, Address]] = []
     for address in bound:
-        hosts = _hosts_of_this_machine(address.protocol) if address.is_unspecified else [address.host]
+        hosts = hosts_of_this_machine(address.protocol) if address.is_unspecified else [address.host]
         found = [Address.of(host, address.port) for host in hosts]
         ranked += [(one.is_loopback, rank, one) for rank, one in enumerate(found)]
     return list(dict.fromkeys(one for *_, one in sorted(ranked, key=lambda entry: entry[:2])))
@@ -151,7 +152,12 @@ def has_public(addresses: Iterable[Address], like: Address) -> bool:
     return any(address.is_public and address.protocol in (like.protocol, *_NAMES) for address in addresses)
 
 
-def _hosts_of_this_machine(protocol: str) -> list[str]:
+def hosts_of_this_machine(protocol: str) -> list[str]:
+    """Return the IP addresses of this machine, that of the default route first and a loopback address last.
+
+    Args:
+        protocol: ``ip4`` or ``ip6``.
+    """
     family = socket.AF_INET if protocol == "ip4" else socket.AF_INET6
     loopback = "127.0.0.1" if protocol == "ip4" else "::1"
     source = tcp.source_host(family, lasts=True)
@@ -174,7 +180,7 @@ def _hosts_by_interface(family: socket.AddressFamily) -> list[list[str]]:
     for name, addresses in listed.items():
         hosts = [one.address for one in addresses if one.family == family]
         hosts = [host for host in hosts if not _is_of_one_link(host)]
-        is_bridge = (_INTERFACES / name / "bridge").exists()
+        is_bridge = (INTERFACES / name / "bridge").exists()
         if hosts and not is_bridge and name in stats and stats[name].isup:
             found.append(hosts)
     return found

@@ -399,6 +399,11 @@ class Endpoint:
         return self._pool.held(peer_id)
 
     @property
+    def num_streams(self) -> int:
+        """Open streams, control and bulk, dialled and accepted."""
+        return len(self._streams)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes sent over all streams so far, control and bulk, before encryption."""
         return self._streams.bytes_sent
@@ -519,8 +524,7 @@ class Endpoint:
             await self._connection(peer_id, timeout_s)  # finds the way, and measures the round trip
         open_one = self._openers.bulk(peer_id, deadline - loop.time())
         hello = self._hello(kind, header)
-        rtt_s = self._pool.rtt_s(peer_id)
-        return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
+        return await self._bulk.open(open_one, hello, rtt_s=self.rtt_s(peer_id), size_bytes=size_bytes)
 
     def _is_relayed_for(self, peer_id: PeerId) -> bool:
         """Whether this peer relays for another one: for all, or if it is in runs with charters for those they know."""

@@ -402,12 +402,15 @@ class Uplink:
 
     Args:
         tasks: owner of the task that watches such streams.
+
+    Attributes:
+        pace: how fast they send, all together.
     """
 
     def __init__(self, tasks: TaskOwner) -> None:
         self._tasks = tasks
         self._shares: list[RoundShare] = []
-        self._pace = Pace()
+        self.pace = Pace()
         self._sampler = IntervalSampler()
         self._total = Delivery(0, 0, 0, 0.0)  # of all streams together; busy while those of a round were backlogged
         self._watching: asyncio.Task[None] | None = None
@@ -449,8 +452,8 @@ class Uplink:
     def _divide(self) -> None:
         self._is_changed = False
         shares = self._active()
-        line = self._pace.line
-        pace = self._pace.bytes_per_s
+        line = self.pace.line
+        pace = self.pace.bytes_per_s
         if line is not None and pace is not None:
             for share in shares:
                 if share.is_long(line):
@@ -476,7 +479,7 @@ class Uplink:
         self._total = total_of([self._total, *changes])._replace(busy_s=busy_s)
         if now < self._settled_at:
             return
-        line = self._pace.line
+        line = self.pace.line
         if line is not None and not all(share.is_long(line) for share in self._active()):
             self._sampler.begin()  # unpaced streams say nothing about the pace
             return
@@ -484,7 +487,7 @@ class Uplink:
         if is_last or self._sampler.seconds >= (INTERVAL_S if line is not None else FIRST_INTERVAL_S):
             is_enough = line is not None or self._sampler.seconds >= MIN_FIRST_S
             if is_enough and (interval := self._sampler.interval()) is not None:
-                self._pace.add(interval)
+                self.pace.add(interval)
                 self._settled_at = now + SETTLE_S
                 self._divide()
             self._sampler.begin()

@@ -10,12 +10,14 @@ import torch
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.checks import Told
+from manyhands.averaging.allreduce.reducer import SpanReducer
 from manyhands.averaging.roster import QUALIFYING
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.optim.optimizer import Optimizer
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Returns what takes the place of the mean of a chunk."""
+Tell = Callable[[Told], Told]
 
 
 def flip_gradients() -> None:
@@ -55,34 +57,52 @@ LIES: Mapping[str, Callable[[], None]] = {"sign-flip": flip_gradients, "mean-fli
 """What ``manyhands demo --liar`` has one of its trainers do."""
 
 
+class LyingReducer(SpanReducer):
+    """Takes the place of an honest one; see :func:`lie_about_means`."""
+
+    def __init__(self, honest: SpanReducer, change: Change, tell: Tell | None, without: int | None) -> None:
+        vars(self).update(vars(honest))
+        self._change = change
+        self._without = without
+        if tell is not None and self._norms is not None:
+            told = self._norms.told
+            self._norms.told = lambda: tell(told())  # type: ignore[method-assign]
+
+    def _average(
+        self,
+        present: Sequence[int],
+        own: torch.Tensor,
+        kept: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
+    ) -> None:
+        in_it = [rank for rank in present if rank != self._without]
+        super()._average(in_it, own, kept, received, chunk, encoded)
+        self._squares.update(dict.fromkeys(set(present).difference(in_it), 0.0))
+        self._products, self._num_multiplied = {}, 0  # they are of the true mean
+        mean = self._averaged_N[chunk]
+        mean.copy_(self._change(mean))
+        if not self._is_exact:
+            self._plan.encode(mean, chunk.start, encoded)
+            self._plan.decode(encoded, chunk.start, mean)
+
+
 def lie_about_means(
-    butterfly: Butterfly, change: Change, tell: Callable[[Told], Told] | None = None, *, without: int | None = None
-) -> None:
+    butterfly: Butterfly, change: Change, tell: Tell | None = None, *, without: int | None = None
+) -> bool:
     """Have a reducer send other means than it has computed, with the right numbers for these means.
 
     Args:
         tell: changes these numbers.
         without: the rank of a member whose values are not in the means.
+    Returns:
+        Whether it reduces anything.
     """
-    reducer = butterfly._reducer
-    average, plan = reducer._average, butterfly._plan
+    return replace_reducer(butterfly, lambda honest: LyingReducer(honest, change, tell, without))
 
-    def lying(
-        present: Sequence[int], own: Any, kept: Any, received: Mapping[int, Any], chunk: slice, encoded: torch.Tensor
-    ) -> None:
-        in_it = [rank for rank in present if rank != without]
-        average(in_it, own, kept, received, chunk, encoded)
-        reducer._squares.update(dict.fromkeys(set(present).difference(in_it), 0.0))
-        reducer._products, reducer._num_multiplied = {}, 0  # they are of the true mean
-        mean = reducer._averaged_N[chunk]
-        mean.copy_(change(mean))
-        if not butterfly.partition.is_exact:
-            plan.encode(mean, chunk.start, encoded)
-            plan.decode(encoded, chunk.start, mean)
 
-    reducer._average = lying  # type: ignore[method-assign]
-    if tell is not None:
-        norms = butterfly._norms
-        assert norms is not None
-        told = norms.told
-        norms.told = lambda: tell(told())  # type: ignore[method-assign]
+def replace_reducer(butterfly: Butterfly, make: Callable[[SpanReducer], SpanReducer]) -> bool:
+    """Have another reducer average a member's span; returns whether it has one."""
+    reducer = butterfly._reducer = make(butterfly._reducer)
+    return bool(reducer.chunks)

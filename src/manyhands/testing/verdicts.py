@@ -44,7 +44,7 @@ def each_signature_once() -> Iterator[None]:
 
     def sign(self: identity.Identity, domain: str, message: bytes) -> bytes:
         signature = real_sign(self, domain, message)
-        _remember(good, (self.peer_id, signature, identity._signed_bytes(domain, message)))  # noqa: SLF001
+        _remember(good, (self.peer_id, signature, identity.signed_bytes(domain, message)))
         return signature
 
     identity.public_key_of = remembering  # type: ignore[assignment]

@@ -161,7 +161,7 @@ class MemoryTransport(RelayedInProcess):
 
     def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
         self.identity = identity
-        self._network = network
+        self.network = network
 
     def close(self) -> None:
         pass
@@ -178,11 +178,11 @@ class MemoryTransport(RelayedInProcess):
         raise DialFailed(f"peer {peer_id}", DialReason.UNREACHABLE, "there are no ports")
 
     async def listen(self, address: Address, on_stream: OnStream) -> MemoryListener:
-        port = address.port or self._network.free_port()
-        if (address.host, port) in self._network.listeners:
+        port = address.port or self.network.free_port()
+        if (address.host, port) in self.network.listeners:
             raise ConfigError(f"cannot listen on {address}: port {port} is taken; choose another, or 0 for a free one")
-        listener = MemoryListener(self._network, self.identity, Address.of(address.host, port), on_stream)
-        self._network.listeners[address.host, port] = listener
+        listener = MemoryListener(self.network, self.identity, Address.of(address.host, port), on_stream)
+        self.network.listeners[address.host, port] = listener
         return listener
 
     async def dial(self, address: Address, timeout_s: float) -> MemoryStream:
@@ -193,7 +193,7 @@ class MemoryTransport(RelayedInProcess):
 
     async def _dial(self, address: Address, *, is_bulk: bool) -> MemoryStream:
         await asyncio.sleep(0)
-        listener = self._network.listeners.get((address.host, address.port))
+        listener = self.network.listeners.get((address.host, address.port))
         if listener is None:
             raise DialFailed(str(address), DialReason.REFUSED)
         remote = listener.identity.peer_id

@@ -17,13 +17,14 @@ from manyhands.access.lease import Lease
 from manyhands.access.messages import RECORD_TTL_S, CharterRecord, charter_key, leases_key
 from manyhands.access.signed import Signed
 from manyhands.base.deadline import time_limit
-from manyhands.base.identity import Identity
+from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig
 from manyhands.dht import records as records_module
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.issuing import Issuer
+from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.quotas import SOURCE_SHARE, STRANGERS_SHARE
-from manyhands.dht.records import Record
+from manyhands.dht.records import AgedRecord, Record
 from manyhands.peer import Presence
 from tests.dht_requests import records_at, store_at
 from tests.network import PATIENCE_S, identity_of
@@ -232,19 +233,22 @@ async def test_a_newcomer_that_had_no_room_has_it_soon() -> None:
 async def test_a_newcomer_that_finds_no_room_shows_its_lease_and_has_it_at_once() -> None:
     """The holder does not hold the leases, and does not look for them yet."""
     room = int(DhtConfig().max_records_per_key * STRANGERS_SHARE)
-    nearest = sorted(
-        range(10, 18), key=lambda number: distance(node_id(identity_of(number).peer_id), key_id(leases_key(RUN)))
-    )
+
+    def distance_from(key: str) -> Callable[[int], int]:
+        return lambda number: distance(node_id(identity_of(number).peer_id), key_id(key))
+
+    near, *others = sorted(range(10, 60), key=distance_from(leases_key(RUN)))
+    at_progress = min(others[6:], key=distance_from(PROGRESS))
     async with new_world() as world:
-        await members(world, *nearest[1:-1])
-        (one,) = await members(world, nearest[-1])
+        await members(world, *others[:6])
+        (one,) = await members(world, at_progress)
         strangers = [progress_of(identity_of(number)) for number in range(2000, 2000 + room)]
         await store_at(world.peers[0].endpoint, one.peer_id, strangers)
         for peer in world.peers:
             await peer.dht.refresh()
-        (newcomer,) = await members(world, nearest[0])
+        (newcomer,) = await members(world, near)
         assert one.members[RUN].lease_of(newcomer.peer_id) is None
-        await newcomer.dht._writer._send_all(one.peer_id, [progress_of(identity_of(nearest[0]))], None)
+        await newcomer.dht.store(PROGRESS, "progress", 60.0, subkey=newcomer.peer_id)
         assert one.members[RUN].lease_of(newcomer.peer_id) is not None
         assert newcomer.peer_id in await records_at(world.peers[0].endpoint, one.peer_id, PROGRESS)
 
@@ -254,7 +258,18 @@ async def test_signatures_of_strangers_are_not_checked(monkeypatch: pytest.Monke
         one, two = await members(world, 10, 11)
         await two.dht.store(PROGRESS, "here", 60.0, subkey=two.peer_id)
         attacker = await world.peer(20)
-        await hold(world, attacker, [progress_of(stranger) for stranger in STRANGERS])
+        strangers = [identity_of(number) for number in range(5000, 5000 + len(STRANGERS))]
+        shown = [AgedRecord(progress_of(stranger), 0.0) for stranger in strangers]
+        was_asked: list[PeerId] = []
+
+        def show(remote: PeerId, request: FindRequest) -> FindResponse:
+            if request.key != PROGRESS or not request.wants_records:
+                return FindResponse([], [], b"another")
+            was_asked.append(remote)
+            return FindResponse([], shown)
+
+        attacker.endpoint.unhandle(FIND)
+        attacker.endpoint.handle(FIND, show)
         checked: list[str] = []
         verify = records_module.verify
 
@@ -263,6 +278,6 @@ async def test_signatures_of_strangers_are_not_checked(monkeypatch: pytest.Monke
             verify(signer, *rest)
 
         monkeypatch.setattr(records_module, "verify", counted)
-        records_module._verdicts.clear()
         assert set(await one.dht.get(PROGRESS)) == {two.peer_id}
-        assert not {stranger.peer_id for stranger in STRANGERS} & set(checked)
+        assert was_asked
+        assert not {stranger.peer_id for stranger in strangers} & set(checked)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.checks import LEAVES_OUT, NO_MEANS, OTHER_VALUES, SpanCheck, Told
+from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.codecs import (
     BF16,
     FP16,
@@ -38,6 +39,7 @@ from manyhands.averaging.messages import Group
 from manyhands.base.errors import PeerLost
 from manyhands.testing.lies import lie_about_means
 from manyhands.transport.memory import MemoryStream
+from tests.liars import forget_values
 from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of, peer
 
@@ -286,17 +288,9 @@ def test_a_member_finds_that_its_values_are_not_in_the_mean(codec: Codec) -> Non
 
 
 def test_a_member_finds_that_it_is_called_absent() -> None:
-    def lie(butterfly: Butterfly) -> None:
-        reduce = butterfly._reducer._reduce
-
-        def without_it(number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
-            received.pop(2)
-            return reduce(number, received)
-
-        butterfly._reducer._reduce = without_it  # type: ignore[method-assign]
-
     plan = plan_of([(80, 80)], NONE)
-    ended = World(group_of(4), plan).exchange([randn(plan.numel, rank) for rank in range(4)], changes={LIAR: lie})
+    changes = {LIAR: lambda butterfly: forget_values(butterfly, 2)}
+    ended = World(group_of(4), plan).exchange([randn(plan.numel, rank) for rank in range(4)], changes=changes)
     assert [(by, about, LEAVES_OUT in reason) for by, about, reason in complaints(ended)] == [(2, LIAR, True)]
 
 
@@ -349,7 +343,7 @@ def test_contributions_that_are_passed_on_need_no_products() -> None:
     world = World(group_of(3), plan, feeds_back=True)
     ended = world.exchange([randn(plan.numel, rank) for rank in range(3)])
     assert not complaints(ended)
-    assert all(butterfly._norms is not None and butterfly._norms.told().products == [] for butterfly in ended)
+    assert Norms(plan, 3).told().products == []
 
 
 # what the checks rely on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -56,17 +57,27 @@ def test_memory_of_any_size_can_be_written(numel: int, dtype: torch.dtype) -> No
         assert vector.sum(dtype=torch.float64) == 3 * numel
 
 
-def test_memory_that_fits_nobody_any_more_is_let_go() -> None:
+def test_memory_that_fits_nobody_any_more_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: WeakSet[mmap.mmap] = WeakSet()
+
+    class NotedMap(mmap.mmap):
+        def __new__(cls, *arguments: int, **options: int) -> NotedMap:
+            maps.add(made := super().__new__(cls, *arguments, **options))
+            return made
+
+    monkeypatch.setattr(mmap, "mmap", NotedMap)
     memory = Memory()
     del_me = [memory.vector(NUMEL, torch.float32) for _ in range(3)]
     del_me.clear()
-    assert len(memory._idle) == 3
+    assert len(maps) == 3
     larger = memory.vector(4 * NUMEL, torch.float32)
-    assert not memory._idle
+    (of_larger,) = map(len, maps)
+    assert of_larger > 4 * NUMEL
     del larger
-    assert len(memory._idle) == 1, "and a vector that is far too small for it does not get it"
+    assert list(map(len, maps)) == [of_larger]
     memory.vector(NUMEL, torch.float32)
-    assert len(memory._idle) == 1
+    (of_smaller,) = map(len, maps)
+    assert of_smaller < of_larger, "a vector that is far too small for it does not get it"
 
 
 def test_sizes_are_rounded_up_to_whole_cache_lines() -> None:

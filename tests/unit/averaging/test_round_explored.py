@@ -237,7 +237,7 @@ class World:
 
 def _copied(one: Round) -> Round:
     other = copy.copy(one)
-    other._times = copy.deepcopy(one._times)
+    other.times = copy.deepcopy(one.times)
     if one.count is not None:
         other.count = copy.copy(one.count)
         other.count.votes, other.count.lost = dict(one.count.votes), dict(one.count.lost)
@@ -255,7 +255,7 @@ def _key_of_round(one: Round) -> object:
         count.members,
         tuple(sorted((rank, _key_of_vote(vote)) for rank, vote in count.votes.items())),
         frozenset(count.lost),
-        count._is_closed,
+        count.is_closed,
     )
     is_committed = one.verdict is not None and one.verdict.manifest is not None
     return one.state, one.exchange, one.lost, is_committed, one.verdict is None, counted

@@ -23,7 +23,7 @@ def test_coordinators_relay_by_default_and_trainers_if_asked(
     given: dict[str, object], relays: bool, mbit_s: float | None
 ) -> None:
     options = PeerOptions(**given)  # type: ignore[arg-type]
-    assert options._rpc_config(relays=relays).relay_mbit_s == mbit_s
+    assert options.rpc_config(relays=relays).relay_mbit_s == mbit_s
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,10 @@ def test_text_of_other_peers_is_made_printable_in_findings() -> None:
 
 def test_every_reason_of_a_failed_dial_back_has_its_words() -> None:
     after_the_handshake = {DialReason.REJECTED}
-    assert {reason.name.lower() for reason in set(DialReason) - after_the_handshake} <= findings._PHRASES.keys()
+    for code in {reason.name.lower() for reason in set(DialReason) - after_the_handshake}:
+        outcomes = [(PLACE, DialOutcome(str(PLACE), code, ""))]
+        detail = findings.dialled_back(outcomes, are_announced=True, port_was_chosen=True).detail
+        assert f"{PLACE}: {code}" not in detail, "the code alone says it to nobody"
 
 
 @pytest.mark.parametrize(

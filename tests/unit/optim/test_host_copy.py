@@ -118,7 +118,7 @@ def test_statistics_of_all_parameters_follow_the_model_to_its_device() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state["all"] = {"norms": torch.ones(2), "count": torch.tensor(1.0)}  # type: ignore[index]
     host_copy = HostCopy(optimizer)
-    host_copy._model_parameters[:] = [torch.nn.Parameter(torch.ones(3, device="meta"))]
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(3, device="meta")))
     host_copy.remove()
     assert {name: value.device.type for name, value in optimizer.state["all"].items()} == {  # type: ignore[index]
         "norms": "meta",

@@ -104,6 +104,6 @@ async def test_a_result_is_not_fetched_from_its_leader_which_is_passed_over_if_n
     monkeypatch.setattr(step_rounds, "TWO_ANSWERS_S", 0.01)
     bob = Lacking(monkeypatch, ann=COMMITTED)
     with pytest.raises(RoundAborted, match="this peer does not have the result"):
-        await bob.rounds._lacking_means(SimpleNamespace(manifest=COMMITTED, blamed=[DAVE], reason=""), END)
+        await bob.rounds.lacking_means(SimpleNamespace(manifest=COMMITTED, blamed=[DAVE], reason=""), END)
     assert bob.asked == [CAROL]
     assert bob.passed_over == [ANN]

@@ -331,11 +331,23 @@ def situations() -> Iterator[Facts]:
 
 
 def key_of(machine: RunMachine, now: float) -> object:
-    waited = now - machine._due_since
-    return (
-        machine.stage, machine._batch, machine._has_stepped, machine._due_from, machine._waited_in_vain_at,
-        bool(machine._awaited), now < machine._pause_until, waited >= 8.0, waited >= 60.0, waited == math.inf,
-    )  # fmt: skip
+    """All that it holds; of times, what is compared, and of sets, whether they are empty."""
+
+    def key(value: object) -> object:
+        if isinstance(value, set):
+            return bool(value)
+        if isinstance(value, float):
+            waited = now - value
+            return waited >= 0.0, waited >= 8.0, waited >= 60.0, waited == math.inf
+        return value
+
+    return tuple(key(value) for name, value in vars(machine).items() if name != "lull_until")
+
+
+def copied(machine: RunMachine) -> RunMachine:
+    one = copy.copy(machine)
+    vars(one).update({name: set(value) for name, value in vars(one).items() if isinstance(value, set)})
+    return one
 
 
 @pytest.mark.parametrize("every", few_of([7, 1], 1, pytest.mark.long))
@@ -347,16 +359,15 @@ def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold(every
     known = list(situations())[::every]
     batches = [Batch(samples, 1.0, may_wait=may) for samples in (0, 8) for may in (False, True)]
     seen: set[object] = set()
-    todo = [(RunMachine(CONFIG), 100.0, 0)]
+    todo = [(RunMachine(CONFIG), 100.0, 0, Batch(0, 0.0, may_wait=False))]
     num_events = 0
     while todo:
-        machine, now, num_actions = todo.pop()
+        machine, now, num_actions, last_batch = todo.pop()
         events: list[Event] = [*batches, Stepped([MATE]), Stepped([])]
         if machine.stage is not Stage.COMPUTING:
             events = [Done(), Done(is_there=True), Stepped([MATE])]
         for event, facts in itertools.product(events, known):
-            one = copy.copy(machine)
-            one._awaited = set(machine._awaited)
+            one, batch = copied(machine), event if isinstance(event, Batch) else last_batch
             stage, actions = machine.stage, one.on(event, now, facts)
             num_events += 1
             if isinstance(event, Stepped):
@@ -364,20 +375,19 @@ def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold(every
             else:
                 *at_once, last = actions
                 assert not any(isinstance(action, (*LASTING, Decide, Fail)) for action in at_once)
-                check_promises(one, event, facts, last, stage, num_actions)
+                check_promises(one, event, facts, last, stage, batch, num_actions)
             for later in (now, now + 20.0, now + 61.0):
                 key = key_of(one, later)
                 if key not in seen:
                     seen.add(key)
-                    todo.append((one, later, num_actions + 1 if one.stage is not Stage.COMPUTING else 0))
+                    todo.append((one, later, num_actions + 1 if one.stage is not Stage.COMPUTING else 0, batch))
     assert len(seen) > 100
     assert num_events > 10_000
 
 
 def check_promises(
-    machine: RunMachine, event: Event, facts: Facts, last: Action, stage: Stage, num_actions: int
+    machine: RunMachine, event: Event, facts: Facts, last: Action, stage: Stage, batch: Batch, num_actions: int
 ) -> None:
-    samples = machine._batch.samples
     assert num_actions <= MOST_ACTIONS, "a batch ends in a decision"
     if isinstance(last, LASTING):
         assert machine.stage is not Stage.COMPUTING
@@ -389,7 +399,7 @@ def check_promises(
         assert facts.is_due
         assert facts.can_meet
     if last == ALONE:
-        assert samples
+        assert batch.samples
         assert isinstance(event, Done)
         assert stage in (Stage.ASKING_MATES, Stage.ASKING_ANYONE), "it has read the records, and asked"
     if last == Decide(Decision.LOAD_STATE):

@@ -57,9 +57,9 @@ def test_a_gpu_computes_in_the_half_precision_that_it_has_units_for(
     from manyhands.recipes.albert import compute
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert compute._dtype_for(torch.device("cuda"), "auto") == dtype
-    assert compute._dtype_for(torch.device("cuda"), "float32") == torch.float32
-    assert compute._dtype_for(torch.device("mps"), "auto") == torch.float32
+    assert compute.dtype_for(torch.device("cuda"), "auto") == dtype
+    assert compute.dtype_for(torch.device("cuda"), "float32") == torch.float32
+    assert compute.dtype_for(torch.device("mps"), "auto") == torch.float32
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

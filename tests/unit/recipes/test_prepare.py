@@ -188,7 +188,7 @@ def test_an_interrupted_preparation_leaves_nothing_behind(book, tmp_path, monkey
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("manyhands.recipes.albert.data.prepare._write_archive", interrupt)  # the last thing it does
+    monkeypatch.setattr("manyhands.recipes.albert.data.prepare.write_archive", interrupt)  # the last thing it does
     with pytest.raises(KeyboardInterrupt):
         prepare(settings_for(book, tmp_path, shards=2, archive=tmp_path / "data.tar"))
     assert [path.name for path in tmp_path.rglob("*")] in (["data"], ["data", ".prepare.lock"])

@@ -47,7 +47,7 @@ def announced_with(
         psutil, "net_if_addrs", lambda: {name: [listed(host) for host in hosts] for name, hosts in interfaces.items()}
     )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
-    monkeypatch.setattr("manyhands.rpc.announce._INTERFACES", bridges)
+    monkeypatch.setattr("manyhands.rpc.announce.INTERFACES", bridges)
     monkeypatch.setattr(tcp, "PROBES", {  # nothing leads there
         socket.AF_INET: "255.255.255.255", socket.AF_INET6: "2001:db8::1%nowhere",
     })  # fmt: skip

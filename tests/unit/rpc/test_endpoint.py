@@ -28,8 +28,10 @@ from tests.network import (
     next_frame,
     raw_control,
     serve_echo,
+    transport_beside,
     until,
 )
+from tests.wire import WatchedEndpoint
 
 
 @pytest.fixture
@@ -75,11 +77,11 @@ class SlowTransport:
 
 
 @asynccontextmanager
-async def slow_pair() -> AsyncIterator[tuple[Endpoint, SlowTransport, Endpoint]]:
+async def slow_pair() -> AsyncIterator[tuple[WatchedEndpoint, SlowTransport, WatchedEndpoint]]:
     """An endpoint whose dials take as long as the test wants, its transport, and another to dial, on two ports."""
     network = MemoryNetwork()
     transport = SlowTransport(MemoryTransport(identity_of(0), network))
-    here, there = Endpoint(transport), Endpoint(MemoryTransport(identity_of(1), network))
+    here, there = WatchedEndpoint(transport), WatchedEndpoint(MemoryTransport(identity_of(1), network))
     await there.listen([LOOPBACK, LOOPBACK])
     serve_echo(there)
     here.learn(there.peer_id, there.addresses)
@@ -105,7 +107,7 @@ async def test_the_stream_that_is_returned_is_the_one_that_is_kept() -> None:
             await asyncio.sleep(0)
             first.set()
         assert (await calls).text == f"hi from {there.peer_id}"
-        assert len(here._streams) == 1
+        assert here.num_streams == 1
 
 
 @pytest.mark.parametrize("num_turns", range(12))
@@ -126,7 +128,7 @@ async def test_two_addresses_answer_within_a_few_turns_of_the_loop(num_turns: in
         await stream.receive_into(memoryview(target))
         assert target == b"ok"
         here.release(stream)
-        await until(lambda: not here._streams, "the loser is dropped too")
+        await until(lambda: not here.num_streams, "the loser is dropped too")
 
 
 async def echo_bytes(remote: PeerId, header: bytes, stream: Stream) -> None:
@@ -141,7 +143,7 @@ async def test_callers_at_the_same_time_share_one_dial() -> None:
         serve_echo(there)
         answers = await asyncio.gather(*(here.call(there.peer_id, ECHO, Text(str(i))) for i in range(50)))
         assert [answer.text.split()[0] for answer in answers] == [str(i) for i in range(50)]
-        assert len(there._pool._connections[here.peer_id]) == 1
+        assert there.num_streams == 1
 
 
 async def test_calls_of_peers_that_dial_each_other_at_once_succeed() -> None:
@@ -196,9 +198,9 @@ async def test_a_dial_that_succeeds_while_the_endpoint_closes_leaves_nothing(num
         outcomes = await asyncio.gather(calling, connecting, return_exceptions=True)
         for outcome in outcomes:
             assert isinstance(outcome, (Unavailable, Text, str)), outcome
-        assert not here._streams
-        assert not here._pool._connections
-        await until(lambda: not there._pool._connections, "the other side has noticed")
+        assert here.num_streams == 0
+        assert not here.is_connected(there.peer_id)
+        await until(lambda: not there.is_connected(here.peer_id), "the other side has noticed")
 
 
 async def test_after_close_nothing_is_dialled() -> None:
@@ -262,11 +264,11 @@ class Answering:
 async def test_odd_answers_to_a_hello_fail_the_dial(answer: bytes, reason: DialReason, text: str) -> None:
     network = MemoryNetwork()
     listener = await MemoryTransport(identity_of(1), network).listen(LOOPBACK, Answering(answer).on_stream)
-    here = Endpoint(MemoryTransport(identity_of(0), network))
+    here = WatchedEndpoint(MemoryTransport(identity_of(0), network))
     with pytest.raises(DialFailed, match=text) as caught:
         await here.connect(listener.addresses[0], 0.1)
     assert caught.value.reason is reason
-    assert not here._streams
+    assert here.num_streams == 0
     await here.close()
     await listener.close()
 
@@ -289,29 +291,26 @@ async def test_a_rejection_carries_its_code() -> None:
 async def test_a_peer_that_leaves_right_after_its_hello_is_forgotten() -> None:
     """Else it would count as connected for ever, and could never be called again."""
     async with endpoints(1) as (there,):
-        assert isinstance(there._transport, MemoryTransport)
-        connected = asyncio.Event()
-        there.on_connected.append(lambda peer_id: connected.set())
-        stream = await MemoryTransport(identity_of(9), there._transport._network).dial(there.addresses[0], 1.0)
-        hello = Hello(CONTROL, addresses=["/ip4/127.0.0.1/tcp/9"])
-        stream.other._arrived(memoryview(encode_frame(hello)))  # arrived, but not read before the stream ends
-        stream.abort()
-        await connected.wait()
-        await until(lambda: not there._streams, "the stream is gone")
+        events: list[str] = []
+        there.on_connected.append(lambda peer_id: events.append("connected"))
+        there.on_lost.append(lambda peer_id: events.append("lost"))
+        stream = await transport_beside(there, identity_of(9)).dial(there.addresses[0], 1.0)
+        stream.send_now(encode_frame(Hello(CONTROL, addresses=["/ip4/127.0.0.1/tcp/9"])))
+        stream.abort()  # the hello has arrived, but was not read
+        await until(lambda: events == ["connected", "lost"], "it is known to have come and gone")
+        await until(lambda: not there.num_streams, "the stream is forgotten")
         assert not there.is_connected(identity_of(9).peer_id)
-        assert not there._pool._connections
 
 
 async def test_a_connection_without_a_hello_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with endpoints(1, config=RpcConfig(hello_timeout_s=0.1)) as (there,):
-        assert isinstance(there._transport, MemoryTransport)
         for words, violates in [(b"", False), (b"\x00\x00", False), (encode_frame(Ping()), True), (b"GET /", True)]:
             before = there.counters["protocol_violations"]
-            stream = await MemoryTransport(identity_of(9), there._transport._network).dial(there.addresses[0], 1.0)
+            stream = await transport_beside(there, identity_of(9)).dial(there.addresses[0], 1.0)
             await stream.send(words)
             async with time_limit(PATIENCE_S, "to be dropped"):
                 await stream.wait_closed()
-            await until(lambda: not there._streams, "the stream is forgotten")
+            await until(lambda: not there.num_streams, "the stream is forgotten")
             assert there.counters["protocol_violations"] == before + violates
     assert "failed" not in caplog.text
 
@@ -321,12 +320,12 @@ async def test_a_bulk_stream_that_nobody_takes_is_refused() -> None:
         with pytest.raises(Refused, match="no streams of kind 'music' here") as caught:
             await here.open_bulk(there.peer_id, "music", b"")
         assert caught.value.code == "unknown_purpose"
-        assert not here._streams
+        assert here.num_streams == 0
 
 
 async def test_the_newest_connection_of_a_peer_is_used() -> None:
     """A peer that crashed and came back: its old connection may be silent for seconds before it is known to be dead."""
-    async with endpoints(1) as (there,), raw_control(there, "memory"), raw_control(there, "memory") as new:
+    async with endpoints(1) as (there,), raw_control(there), raw_control(there) as new:
         calling = asyncio.ensure_future(there.call(identity_of(99).peer_id, STUCK, Text("hi")))
         request = await next_frame(new, Request)
         assert isinstance(request, Request)
@@ -370,7 +369,7 @@ async def test_a_callback_may_remove_itself() -> None:
         there.on_lost += [once, lambda peer_id: told.append("always")]
         await here.connect(there.addresses[0])
         await here.close()
-        await until(lambda: not there._pool._connections, "the peer is lost")
+        await until(lambda: "always" in told, "the peer is lost")
         assert told == ["once", "always"]
 
 
@@ -387,7 +386,7 @@ async def test_an_open_call_ends_with_the_connection() -> None:
 
 async def test_a_call_that_is_still_being_sent_ends_with_the_connection(loop_errors: list[str]) -> None:
     """And leaves no exception behind that nobody retrieves."""
-    async with endpoints(1) as (here,), raw_control(here, "memory") as stream:
+    async with endpoints(1) as (here,), raw_control(here) as stream:
         big = Text("x" * 900_000)
         calls = [asyncio.ensure_future(here.call(identity_of(99).peer_id, ECHO, big, 30.0)) for _ in range(4)]
         for _ in range(20):

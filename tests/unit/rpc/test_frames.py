@@ -92,7 +92,7 @@ GOLDEN: list[tuple[Frame, str]] = [
 def stream_of(data: bytes, *, ends: bool = True) -> MemoryStream:
     """A stream on which ``data`` has arrived."""
     stream = MemoryStream(identity_of(0).peer_id, identity_of(1).peer_id)
-    stream._arrived(memoryview(data))
+    stream.send_now(data)  # it is its own other end
     if ends:
         stream.abort()
     return stream

@@ -40,7 +40,7 @@ def test_a_signature_made_in_this_process_is_verified_without_cryptography(monke
             verify(theirs.peer_id, "test", b"message", signature)
         key = identity.public_key_of(ours.peer_id)
         monkeypatch.setattr(key, "_key", None)
-        key.verify(signature, identity._signed_bytes("test", b"message"))
+        key.verify(signature, identity.signed_bytes("test", b"message"))
     assert identity.Identity.sign is real_sign
 
 
@@ -51,4 +51,4 @@ def test_the_second_time_costs_no_cryptography(monkeypatch: pytest.MonkeyPatch) 
         verify(ours.peer_id, "test", b"message", signature)
         key = identity.public_key_of(ours.peer_id)
         monkeypatch.setattr(key, "_key", None)
-        key.verify(signature, identity._signed_bytes("test", b"message"))
+        key.verify(signature, identity.signed_bytes("test", b"message"))

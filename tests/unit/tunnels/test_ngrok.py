@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -129,11 +129,28 @@ async def test_a_tunnel_to_a_peer_that_listens_nowhere_is_refused(ngrok: ModuleT
         await presence.start([], [], before_joining=TunnelKeeper(NgrokTunnel()).start)
 
 
+class NotedTunnel(NgrokTunnel):
+    """Shows where it leads."""
+
+    async def open(self, target: Address) -> Address:
+        self.target = target
+        return await super().open(target)
+
+
 @pytest.mark.parametrize(
     ("listen", "target"),
-    [("/ip4/0.0.0.0/tcp/5", "/ip4/127.0.0.1/tcp/5"), ("/ip6/::/tcp/5", "/ip6/::1/tcp/5"), (LOOPBACK, LOOPBACK)],
+    [
+        ("/ip4/0.0.0.0/tcp/5", "/ip4/127.0.0.1/tcp/5"),
+        ("/ip6/::/tcp/5", "/ip6/::1/tcp/5"),
+        ("127.0.0.1:5", "/ip4/127.0.0.1/tcp/5"),
+    ],
 )
-def test_a_tunnel_leads_to_loopback_where_the_peer_listens_on_all_interfaces(
-    listen: str | Address, target: str | Address
+async def test_a_tunnel_leads_to_loopback_where_the_peer_listens_on_all_interfaces(
+    ngrok: ModuleType, listen: str, target: str
 ) -> None:
-    assert str(keeper._here(Address.parse(str(listen)))) == str(target)
+    tunnel, bound = NotedTunnel(), [Address.parse(listen)]
+    endpoint = SimpleNamespace(bound_addresses=bound, announce=lambda addresses: None, num_connected_peers=0)
+    tunnel_keeper = TunnelKeeper(tunnel)
+    await tunnel_keeper.start(SimpleNamespace(endpoint=endpoint, on_close=[]))  # type: ignore[arg-type]
+    await tunnel_keeper.close()
+    assert str(tunnel.target) == target

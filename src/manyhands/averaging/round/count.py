@@ -61,6 +61,7 @@ class Count:
         votes: by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
         left_out: members that take no part any more, by rank, with the reason.
+        is_closed: whether the next decision is the verdict, whatever votes come.
     """
 
     def __init__(self, group: Group, voters: Collection[int] | None = None) -> None:
@@ -74,7 +75,7 @@ class Count:
         self.lost: dict[int, str] = {}
         self.left_out: dict[int, str] = {}
         self.voters = self.members if voters is None else frozenset(voters)
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def members(self) -> frozenset[int]:
@@ -97,13 +98,13 @@ class Count:
 
     def close(self, reason: str) -> None:
         """The time is over: members without a vote are lost, and the next decision is the verdict."""
-        self._is_closed = True
+        self.is_closed = True
         for rank in self.missing():
             self.lose(rank, f"{self.group.members[rank].peer_id}: {reason}")
 
     def give_up(self, reason: str) -> None:
         """The leader ends its round early: the next decision is the verdict, and only the leader is lost."""
-        self._is_closed = True
+        self.is_closed = True
         self.lose(self.leader, f"{self.group.leader}: {reason}")
 
     def missing(self) -> set[int]:
@@ -128,13 +129,13 @@ class Count:
         most = max(self._by_result().values(), key=len, default=[])
         if self._is_majority(most):
             return self._commit(most)
-        missing = set() if self._is_closed else self.missing()
+        missing = set() if self.is_closed else self.missing()
         if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
             return None  # guests are waited for, too, so that the next exchange has them
         at_fault = self._at_fault()
         here = (self._live() & self.votes.keys()) - at_fault.keys()
         can_average = self._is_majority(here) and includes_values(self.group, here)
-        if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self._is_closed:
+        if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self.is_closed:
             return self._exchange_again(here, at_fault)
         return self._verdict(None, at_fault)
 

@@ -208,6 +208,7 @@ class Round:
         count: the count of the votes, if this member leads; else None.
         verdict: the leader's decision, for others that ask; None as long as this member does not know it.
         lost: ranks of the members that, as the leader has said, are lost.
+        times: of this exchange.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Round:
         self._reason = ""  # why this member lacks the result
         self._vote: Vote | None = None  # on the exchange that this member is in
         self._last_event_at = math.inf
-        self._times = VoteTimes()  # of this exchange
+        self.times = VoteTimes()
 
     @property
     def has_lost(self) -> bool:
@@ -294,7 +295,7 @@ class Round:
         self._vote = vote
         if self.count is not None:
             return self._counted(Voted(self.rank, vote), now)
-        self._times.begin(now)
+        self.times.begin(now)
         return [SendVote(vote)]
 
     def _told(self, rank: int, verdict: Verdict) -> list[Action]:
@@ -354,7 +355,7 @@ class Round:
         self.exchange = again.exchange
         self.members = frozenset(again.members)
         self._reason = ""
-        self._times = VoteTimes()
+        self.times = VoteTimes()
         if self.rank not in again.members:  # only the leader can be here: it goes on counting
             self.state = State.VOTED
             return [StopExchange()]
@@ -379,7 +380,7 @@ class Round:
                     msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.complaints
                 ]
                 count.add(rank, vote)
-                self._times.begin(now)
+                self.times.begin(now)
             case Lost(rank, reason):
                 count.lose(rank, reason)
             case TimeOver(reason):
@@ -404,7 +405,7 @@ class Round:
         if not self.count.votes:
             return []
         stalled = self.count.only_stalled()
-        given_up = stalled if self._times.have_stalled(stalled, now) else stalled & self._hurried
+        given_up = stalled if self.times.have_stalled(stalled, now) else stalled & self._hurried
         for rank in given_up:  # this leader may be one of them
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
         if given_up:
@@ -412,7 +413,7 @@ class Round:
         return self._ask(self.count.missing() - {self.rank}, self.count.suspects(), now)
 
     def _ask(self, waited_for: Collection[int], suspects: Collection[int], now: float) -> list[Action]:
-        return [Ask(rank) for rank in self._times.to_ask(waited_for, suspects, now)]
+        return [Ask(rank) for rank in self.times.to_ask(waited_for, suspects, now)]
 
 
 def _are_whole(group: Group, parts: Sequence[SpanResult]) -> bool:

@@ -187,7 +187,7 @@ class StepRounds:
                         await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
                         mean_N = committed.means.averaged_N
                     else:
-                        mean_N = await self._lacking_means(committed, place[0])
+                        mean_N = await self.lacking_means(committed, place[0])
                     averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
                     tell_of_faults(committed.reason, roster, place[1])
         except BaseException as error:
@@ -243,7 +243,7 @@ class StepRounds:
                     return step
         return None
 
-    async def _lacking_means(self, committed: CommittedRound, end: Position) -> torch.Tensor:
+    async def lacking_means(self, committed: CommittedRound, end: Position) -> torch.Tensor:
         """Fetch the mean of a committed round, which this peer lacks, from another member that has kept it.
 
         Args:

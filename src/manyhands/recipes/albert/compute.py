@@ -43,7 +43,7 @@ class Compute:
 
     def __init__(self, device: str, precision: Precision) -> None:
         self.device = _device_named(device)
-        self._dtype = _dtype_for(self.device, precision)
+        self._dtype = dtype_for(self.device, precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
 
     def log_choice(self) -> None:
@@ -122,7 +122,8 @@ def _checked(name: str) -> torch.device:
     return device
 
 
-def _dtype_for(device: torch.device, precision: Precision) -> torch.dtype:
+def dtype_for(device: torch.device, precision: Precision) -> torch.dtype:
+    """Return the dtype in which a device computes; ``auto`` takes half precision where a GPU has units for it."""
     if precision != "auto":
         dtype: torch.dtype = getattr(torch, precision)
         return dtype

@@ -170,7 +170,7 @@ def _make(settings: Preparation, source: DocumentSource, draft: Path, archive: P
         sha256 = None
         if archive is not None:
             progress.add_task("Writing the archive", total=None)
-            _write_archive(archive, draft)
+            write_archive(archive, draft)
             sha256 = sha256_of(archive)
     return Result(settings.output, about, sha256)
 
@@ -397,7 +397,7 @@ def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
             datasets.enable_progress_bars()
 
 
-def _write_archive(path: Path, folder: Path) -> None:
+def write_archive(path: Path, folder: Path) -> None:
     """Pack the files that a trainer finds at its default paths; the same files give the same archive."""
 
     def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -171,6 +171,9 @@ class ShardStream:
         position_file: keeps the number of shards that were begun, for the next start.
     Raises:
         ConfigError: no shard can be fetched; names each address and its reason.
+
+    Attributes:
+        path: the file of the current shard.
     """
 
     def __init__(self, data: HostedData, order: str, position_file: Path | None = None) -> None:
@@ -185,7 +188,7 @@ class ShardStream:
         self._next: tuple[int, Path] | None = None
         self._why_not: Exception | None = None
         self._failure: BaseException | None = None
-        self._path = self._cache.folder / "none"
+        self.path = self._cache.folder / "none"
         self._bad: set[str] = set()  # names of shards that cannot be used
         self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
@@ -254,7 +257,7 @@ class ShardStream:
 
     def _use(self, path: Path) -> None:
         self._samples = SampleFiles([path])
-        self._path = path
+        self.path = path
         os.utime(path)
 
     def _run(self) -> None:
@@ -309,7 +312,7 @@ class ShardStream:
         while not self._is_stopped.is_set():
             try:
                 if not self._cache.has(shard):
-                    kept = [self._path]
+                    kept = [self.path]
                     self._cache.make_room(shard.num_bytes, kept)
                     self._mirrors.fetch(shard, path)
                 SampleFiles([path])
@@ -320,7 +323,7 @@ class ShardStream:
             except FetchFailed as error:
                 reason: Exception = error
             except OSError as error:
-                if error.errno == errno.ENOSPC and self._cache.shrink([self._path]):
+                if error.errno == errno.ENOSPC and self._cache.shrink([self.path]):
                     continue
                 reason = error
             else:
