@@ -30,7 +30,7 @@ from manyhands.cli.output.live_view import LiveScreen, console_of
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
-from manyhands.cli.taking_part import Start, monitor_folder, own_folder, with_peers_here
+from manyhands.cli.taking_part import Start, meet_peers_here, monitor_folder, own_folder, with_peers_here
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -222,6 +222,7 @@ def started_peer(run_id: str, network: NetworkOptions, charter: SignedCharter | 
         if folder is not None and folder.is_new:
             start.removes(folder.path)
         with network.connect(own_dir=folder) as peer:
+            meet_peers_here(peer, run_id, network)
             if charter is None:
                 peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
             start.has_succeeded()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from manyhands.averaging.messages import readable_addresses
+from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import LOCK_NAME, FolderInUse
 from manyhands.base.identity import PeerId
@@ -51,6 +52,7 @@ ALBERT_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "blake3", "sa
 WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "addresses", "peers.json"}
 """The files that a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
+MEET_TIMEOUT_S = 10.0
 
 
 def check_before(network: NetworkOptions, training: TrainingSettings, given: Mapping[str, Any]) -> None:
@@ -196,6 +198,7 @@ def take_part(
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         _declare(peer, run_id)  # at once: others may be looking for the run
+        meet_peers_here(peer, run_id, network)
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         is_waiting = to_join is None and training.auxiliary
@@ -357,16 +360,35 @@ def with_peers_here(network: NetworkOptions, run_id: str, output: OutputOptions)
     """If no initial peers are named, use a monitor or trainer of the run that was started in this folder."""
     if network.initial_peers or own_rank() > 0:
         return network
+    for path, addresses in _running_here(run_id):
+        output.begin_log()
+        logger.info(
+            "A peer of run %s runs in this folder (%s), and this one joins through it. To begin another run, "
+            "give it another name: --run-id NAME", run_id, path,
+        )  # fmt: skip
+        return replace(network, initial_peers=tuple(addresses))
+    return network
+
+
+def meet_peers_here(peer: Peer, run_id: str, network: NetworkOptions) -> None:
+    """Join those that were started in this folder while this peer started, and did not see each other before.
+
+    Each of them looks after it has written its own addresses, so one at least sees the other.
+    """
+    if network.initial_peers:
+        return
+    if others := list(_running_here(run_id)):
+        logger.info("Another peer of run %s was started in this folder (%s)", run_id, others[0][0])
+        parsed = [Address.parse(address) for _, addresses in others for address in addresses]
+        peer.run(peer.dht.join(parsed, must_join=False), MEET_TIMEOUT_S, "meeting the peers in this folder")
+
+
+def _running_here(run_id: str) -> Iterator[tuple[Path, list[str]]]:
+    """The monitors and trainers of a run that others have started in this folder, with their addresses."""
     for name in (monitor_folder(run_id), trainer_folder(run_id)):
         for path in takewhile(Path.is_dir, _folders(name)):
             if addresses := addresses_of_running(path):
-                output.begin_log()
-                logger.info(
-                    "A peer of run %s runs in this folder (%s), and this one joins through it. To begin another run, "
-                    "give it another name: --run-id NAME", run_id, path,
-                )  # fmt: skip
-                return replace(network, initial_peers=tuple(addresses))
-    return network
+                yield path, addresses
 
 
 def trainer_folder(run_id: str) -> str:
