@@ -203,11 +203,11 @@ class PunchedStreams:
         rtt_s = connection.shortest_rtt_s  # unknown just after the first hello: what comes too early is sent again
         delay_s = min(rtt_s / 2, CONNECT_TIMEOUT_S / 2) if math.isfinite(rtt_s) else 0.0
         self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
+        self._num_of[remote] += 1  # now, as more requests may come before the task runs
+        self._num_under_way += 1
         return PunchResponse(self._places_from(port))
 
     async def _meet(self, remote: PeerId, port: Port, places: Sequence[Address], delay_s: float) -> None:
-        self._num_of[remote] += 1
-        self._num_under_way += 1
         try:
             try:
                 await asyncio.sleep(delay_s)
