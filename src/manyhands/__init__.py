@@ -33,6 +33,7 @@ from manyhands.base.errors import (
     TooSlow,
     Unavailable,
 )
+from manyhands.base.from_hivemind import OF_PACKAGE, advice_for
 from manyhands.version import __version__
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module("manyhands.optim")
     if name not in _HOMES:
-        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+        advice = f"; {advice_for(name, OF_PACKAGE)}" if name in OF_PACKAGE else ""
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}{advice}")
     try:  # on first use: the optimizer imports torch, which coordinators never need
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.optim.step.global_step import Statistics
 from manyhands.testing import at
-from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.sweeps import few_of
 
@@ -67,6 +67,32 @@ def test_nearly_all_samples_of_unlike_peers_are_used_over_many_steps(
     if join_period_s == 0:
         assert dropped == 0
     assert f"{counts['p0'].samples_used} of them used" in counts["p0"].summary()
+
+
+def test_the_share_of_a_peer_that_brings_more_than_it_may_count_for_is_that_of_what_counted() -> None:
+    """A GPU beside three laptops: it counts for three of them, or as much as one while it is a guest."""
+    swarm, num_steps, sizes = Swarm(seed=4), 6, {"p0": 4, "p1": 4, "p2": 4, "gpu": 64}
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(20, 20)
+
+    def train(member: Member) -> None:
+        together(len(sizes), member)
+        for step in range(num_steps):
+            member.step(quadratic(member.model))
+            member.wait_for(step + 1)
+
+    for name, size in sizes.items():
+        swarm.start(name, make_model, sgd, train, target_batch_size=sum(sizes.values()), batch_size_per_step=size)
+    swarm.run()
+    counts = {name: member.optimizer.statistics for name, member in swarm.members.items()}
+    (of_all,) = {one.samples_of_all for one in counts.values()}
+    assert sum(one.samples_counted for one in counts.values()) == of_all
+    gpu = counts["gpu"]
+    assert gpu.samples_used == 64 * num_steps > of_all > gpu.samples_counted
+    assert gpu.samples_counted == 12 * num_steps
+    assert counts["p0"].samples_counted == counts["p0"].samples_used == 4 * num_steps
 
 
 def test_the_summary_says_what_was_dropped() -> None:

@@ -21,10 +21,10 @@ from manyhands.averaging.config import CENTERED_CLIP, CLIP, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, Member, RoundManifest, Verdict
+from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
 from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
-from manyhands.averaging.round.limits import MAX_BEYOND, MemberLimits, limited, trusted
+from manyhands.averaging.round.limits import MAX_BEYOND, MemberLimits, limited, trusted, what_does_not_count
 from manyhands.averaging.round.times import RoundTimes, is_pace_known
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -277,22 +277,15 @@ class RoundRunner:
         if self._limits is None:
             return group
         counted = limited(group, self._limits, self.matchmaker.roster, clips=clips)
-        self._tell_limited(weight, next(one for one in counted.members if one.peer_id == self._endpoint.peer_id))
+        own = next(one for one in counted.members if one.peer_id == self._endpoint.peer_id)
+        self._tell(what_does_not_count(weight, own, self._limits))
         return counted
 
-    def _tell_limited(self, weight: float, own: Member) -> None:
+    def _tell(self, limited: str) -> None:
         """Log the first round in which this peer counts for less than it brings, the second, the fourth and so on."""
-        if own.weight == weight and own.scale == 1:
-            return
-        self._num_limited += 1
-        if not self._num_limited & (self._num_limited - 1):
-            logger.info(
-                "This peer brings %g to this round and counts for %g, its values times %.3g: the others bring less, or "
-                "it is new; it may count for more once it has taken part in more rounds",
-                weight,
-                own.weight,
-                own.scale,
-            )
+        self._num_limited += bool(limited)
+        if limited and not self._num_limited & (self._num_limited - 1):
+            logger.info("%s", limited)
 
     async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:
         """Exchange values and vote in a formed group, until the round is decided."""

@@ -18,7 +18,7 @@
     │   └── Refused            it understood the request and refused it
     ├── RoundAborted           carries the reason and the members blamed
     │   ├── NothingToAverage   all members gave a weight of 0
-    │   ├── NobodyThere        all expected peers are gone, or at another round
+    │   ├── NobodyThere        all expected peers are gone, at another round, or do not come
     │   └── TooSlow            the members' lines cannot carry the round in its time
     └── RankLost               another process of this peer's job is gone or failed: end this one too
 """
@@ -195,7 +195,7 @@ class NothingToAverage(RoundAborted):
 
 
 class NobodyThere(RoundAborted):
-    """All expected peers are gone, or at another round."""
+    """All expected peers are gone, at another round, or do not come to this one."""
 
 
 class TooSlow(RoundAborted):

@@ -1,11 +1,12 @@
-"""Replacements for hivemind's argument names; docs/how-to/from-hivemind.md lists them with the reasons."""
+"""Replacements for hivemind's names; docs/how-to/from-hivemind.md lists them with the reasons."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from manyhands.base.errors import ConfigError
 
@@ -100,26 +101,79 @@ INSTEAD = {
     **dict.fromkeys(("cache_on_store", "reuse_get_requests", "chunk_size", "blacklist_time", "backoff_rate"), ""),
 }
 
+# Attributes of hivemind's objects, and the names in its package, in the same form.
+OF_OBJECTS = {
+    "shutdown": "close(), or a with block",
+    # of hivemind.DHT
+    "get_visible_maddrs": "addresses",
+    "run_coroutine": "run(coroutine, timeout_s, phase)",
+    "add_validators": "dht.declare(key, schema)",
+    # of hivemind.Optimizer and hivemind.CollaborativeOptimizer
+    "local_epoch": "global_step",
+    "local_step": "global_step",
+    "tracker": "progress, or global_step",
+    "collaboration_state": "progress",
+    "state_averager": "inner, the torch optimizer, or scheduler",
+    "grad_averager": "",
+    "averager": "",
+    "is_synchronized_with_peers": "",
+    "is_synchronized": "",
+    "load_state_from_peers": "manyhands.load_state_from_peers(peer, run_id, into=model) where nothing is trained; a "
+    "trainer loads the state by itself",
+    # of hivemind.DecentralizedAverager
+    "get_tensors": ": change your own tensors between two steps",
+}
+OF_PACKAGE = {
+    "DHT": "manyhands.Peer(initial_peers=[...])",
+    "get_dht_time": ": peer.store() takes ttl_s=60, a duration",
+    "GradScaler": "torch.amp.GradScaler",
+    "CollaborativeOptimizer": "manyhands.Optimizer",
+    "DecentralizedAverager": "manyhands.Averager",
+    "TrainingAverager": "manyhands.Averager",
+    **dict.fromkeys(
+        ("NoCompression", "Float16Compression", "Uniform8BitQuantization", "SizeAdaptiveCompression"),
+        "averaging=AveragingConfig(codec=...)",
+    ),
+    "get_logger": ": configure the logging of Python",
+    "use_hivemind_log_handler": ": configure the logging of Python",
+}
+
 
 class FromHivemind:
-    """Base of the classes that replace one of hivemind's: the error for a hivemind argument names its replacement.
+    """Base of the classes that replace one of hivemind's: the error for a hivemind name says what replaces it.
 
     Such an object is this process's part in the swarm, so it cannot be copied or pickled.
 
     Raises:
         ConfigError: an argument has a name that only hivemind uses.
+        TypeError: an argument has an unknown name; a similar one is named.
+        AttributeError: the same of an attribute, when it is read.
     """
 
     _instead_of_a_copy = "make one in each process"
 
     def __new__(cls: type[T], *args: Any, **named: Any) -> T:
         """Check the names before Python reports an unknown argument."""
-        foreign = named.keys() & INSTEAD.keys()
-        if foreign:
-            foreign -= inspect.signature(cls.__init__).parameters.keys()
-        if foreign:
+        known = inspect.signature(cls.__init__).parameters
+        unknown = named.keys() - known.keys()
+        if foreign := unknown & INSTEAD.keys():
             raise _other_arguments(f"manyhands.{cls.__name__}", INSTEAD, foreign)
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        for name in () if takes_any else sorted(unknown):
+            if similar := difflib.get_close_matches(name, known, n=1):
+                raise TypeError(
+                    f"manyhands.{cls.__name__} got an unexpected keyword argument {name!r}; did you mean {similar[0]}=?"
+                )
         return object.__new__(cls)
+
+    if not TYPE_CHECKING:  # otherwise a type checker would accept misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise ``AttributeError`` for an attribute that the ordinary search has not found."""
+            if name in OF_OBJECTS:
+                what = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(f"{what}; {advice_for(name, OF_OBJECTS)}")
+            return object.__getattribute__(self, name)  # raises again what the search or a property has raised
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy`` and ``pickle``."""
@@ -144,12 +198,17 @@ def with_advice(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
+def advice_for(name: str, instead: Mapping[str, str]) -> str:
+    """What to write instead of an attribute of hivemind, from :data:`OF_OBJECTS` or :data:`OF_PACKAGE`."""
+    return f"{_advice(name, instead[name])} ({PAGE})"
+
+
 def _other_arguments(what: str, instead: Mapping[str, str], foreign: set[str]) -> ConfigError:
-    advice = "; ".join(_advice(name, text) for name, text in instead.items() if name in foreign)
+    advice = "; ".join(_advice(f"{name}=", text) for name, text in instead.items() if name in foreign)
     return ConfigError(f"{what} has other arguments than hivemind: {advice} ({PAGE})")
 
 
 def _advice(name: str, text: str) -> str:
     if not text or text.startswith(":"):
-        return f"leave {name}= out{text}"
-    return f"write {text} instead of {name}="
+        return f"leave {name} out{text}"
+    return f"write {text} instead of {name}"

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Goes up when an older version could not load a checkpoint, or would load it wrongly."""
+SAVED_EVERY = 100
+"""Global steps from one checkpoint to the next, by default."""
 ABOUT = "run.json"
 OPTIMIZER_TENSORS = "optimizer.safetensors"
 OPTIMIZER_VALUES = "optimizer.json"
@@ -309,8 +311,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
         if below := sorted(folder.glob(f"*/checkpoint-*/{ABOUT}")):
             raise ConfigError(f"there is no checkpoint in {folder} itself; name a folder in it: {below[0].parents[1]}")
         raise ConfigError(
-            f"there is no checkpoint in {folder}; a trainer saves one every --checkpoint-every global steps, and at "
-            "its end"
+            f"there is no checkpoint in {folder}; a trainer saves one every {SAVED_EVERY} global steps "
+            "(--checkpoint-every), and when it ends, also after Ctrl-C"
         )
     return paths
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_model, save_model
 from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted, reason_of
-from manyhands.checkpoints.checkpoint_dir import CheckpointDir, Place, parted
+from manyhands.checkpoints.checkpoint_dir import SAVED_EVERY, CheckpointDir, Place, parted
 from manyhands.checkpoints.optimizer_state import load_state, save_state
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
@@ -78,7 +78,7 @@ class Checkpoints:
         folder: str | Path | CheckpointDir,
         optimizer: Optimizer,
         model: torch.nn.Module,
-        every: int = 100,
+        every: int = SAVED_EVERY,
         keep: int = 2,
         *,
         tokenizer: Pretrained | None = None,

@@ -82,9 +82,10 @@ class LoopChecks:
         if all(parameter.grad is None for parameter in self._parameters):
             raise ConfigError(
                 "none of the optimizer's parameters has a gradient, so this batch would count as zeros and shrink the "
-                "gradients of the others; it was not counted. Call loss.backward() before step(). If the loop does "
-                "that, the model has other parameters than the optimizer was given: load_state_dict(assign=True), or "
-                "a layer that was replaced, puts new ones into it. Make the optimizer after that"
+                "gradients of the others; it was not counted. Call loss.backward(), then step(), then zero_grad(): a "
+                "zero_grad() between backward() and step() removes the gradient. If the loop has this order, the model "
+                "has other parameters than the optimizer was given: load_state_dict(assign=True), or a layer that was "
+                "replaced, puts new ones into it. Make the optimizer after that"
             )
 
     def _is_unwritten(self, num_more: int) -> bool:

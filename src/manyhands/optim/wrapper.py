@@ -62,7 +62,7 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
             """
             method = getattr(vars(self).get("inner"), name, None) if not name.startswith("_") else None
             if not inspect.isroutine(method):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                return super().__getattr__(name)  # raises AttributeError
             return functools.wraps(method)(functools.partial(self._call, name))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from manyhands.averaging.round.limits import (
     outsized,
     trusted,
     usual_norm,
+    what_does_not_count,
 )
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
@@ -321,3 +322,19 @@ def test_norms_are_compared_with_those_before_where_means_may_cancel() -> None:
 def test_limits_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="for example"):
         MemberLimits(**fields)
+
+
+def test_a_peer_over_the_limits_is_told_what_does_not_count_and_why() -> None:
+    group = saying([32.0, 32.0, 32.0, 512.0], [1.0, 4.0, 1.0, 1.0])
+    plain, large_values, _, gpu = limited(group, OPEN_LIMITS, clips=True).members
+    assert what_does_not_count(32.0, plain, OPEN_LIMITS) == ""
+    assert what_does_not_count(512.0, gpu, OPEN_LIMITS) == (
+        "81.2% of this peer's samples do not count in this round: it brings 512, which count for 96. The others bring "
+        "fewer, and one peer counts for at most 3 times the median, a new one for the median; with more rounds that "
+        "may rise; see docs/explanation/rounds.md"
+    )
+    assert what_does_not_count(32.0, large_values, OPEN_LIMITS) == (
+        "the values of this peer are more than 2 times as large as is usual in this round, so they are multiplied by "
+        "0.5; see docs/explanation/rounds.md"
+    )
+    assert "or 25% of the group, a new one" in what_does_not_count(512.0, gpu, LIMITS)

@@ -128,6 +128,26 @@ def test_a_leader_that_was_busy_is_asked_again_when_it_calls_but_only_once() -> 
     assert machine.on(Called(A), 9.3, who) == []
 
 
+def alone_after(failed: Failed, *, is_client: bool) -> str:
+    """Why the search of one of two peers ends after the other one, which is not expected any more, gave no place."""
+    both, neither = (
+        Attendees(B, HERE, others, list(others), is_client=is_client, roster=Roster()) for others in ({A: False}, {})
+    )
+    machine = Matchmaking(B, 0.0)
+    assert machine.on(Due(member(B), P_S), 1.0, both) == [Ask(A, P_S)]
+    actions = machine.on(failed, 9.0, both) + machine.on(Looked(), 9.1, neither)
+    (reason,) = [one.reason for one in actions if isinstance(one, Abort)]
+    return reason
+
+
+@pytest.mark.parametrize("is_client", [False, True])
+def test_a_peer_whose_partner_answers_but_does_not_come_does_not_say_that_it_cannot_be_reached(is_client: bool) -> None:
+    assert alone_after(Failed(A, BUSY, LOOP_AWAY), is_client=is_client) == LOOP_AWAY
+    lost = alone_after(Failed(A, GONE, "connection refused"), is_client=is_client)
+    assert lost.endswith("; connection refused")
+    assert "can be reached" in lost
+
+
 def test_a_peer_whose_loop_is_away_calls_nobody_that_it_has_refused() -> None:
     machine, who = Matchmaking(A, 0.0), seen_by(A)
     machine.on(Asked(member(B), P_S), 1.0, who)

@@ -1,8 +1,10 @@
-"""Arguments that only hivemind has are told what takes their place."""
+"""Names that only hivemind has are told what takes their place."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.base.from_hivemind import INSTEAD, FromHivemind
+from manyhands.base.from_hivemind import INSTEAD, OF_OBJECTS, OF_PACKAGE, FromHivemind
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "from-hivemind.md"
 
@@ -19,6 +21,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "from-hivemind.md"
 class Model(FromHivemind):
     def __init__(self, size: int, *, client_mode: bool = False) -> None:
         self.size = size
+
+    @property
+    def faulty(self) -> int:
+        return self.size.no_such_thing  # type: ignore[attr-defined,no-any-return]
+
+
+class AnyModel(Model):
+    def __init__(self, **named: Any) -> None:
+        super().__init__(named.pop("size", 0))
+        self.named = named
 
 
 def inner() -> torch.optim.Optimizer:
@@ -92,11 +104,71 @@ def test_known_and_unknown_keywords_are_left_to_python() -> None:
         Model(3, colour=1)  # type: ignore[call-arg]
 
 
+def test_a_misspelt_keyword_is_refused_with_the_similar_one() -> None:
+    with pytest.raises(TypeError, match=r"keyword argument 'client_mod'; did you mean client_mode=\?"):
+        Model(3, client_mod=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Optimizer .* 'target_batchsize'; did you mean target_batch_size=\?"):
+        manyhands.Optimizer(inner(), target_batchsize=256)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"did you mean initial_peers=\?"):
+        manyhands.Peer(initial_peer=[])  # type: ignore[call-arg]
+    assert AnyModel(client_mod=True).named == {"client_mod": True}
+
+
 def test_refused_hivemind_names_are_none_of_ours_and_all_documented() -> None:
     own = inspect.signature(manyhands.Optimizer.__init__).parameters.keys()
     assert not own & INSTEAD.keys()
+    assert not {*dir(manyhands.Optimizer), *dir(manyhands.Peer)} & OF_OBJECTS.keys()
+    assert not {*dir(manyhands)} & OF_PACKAGE.keys()
     text = PAGE.read_text()
-    assert [name for name in INSTEAD if name not in text] == []
+    assert [name for name in (*INSTEAD, *OF_OBJECTS, *OF_PACKAGE) if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "says"),
+    [
+        (manyhands.Peer, "get_visible_maddrs", "'Peer' object has .*; write addresses instead of get_visible_maddrs"),
+        (manyhands.Averager, "shutdown", r"write close\(\), or a with block instead of shutdown"),
+        (manyhands.Averager, "get_tensors", "leave get_tensors out: change your own tensors"),
+        (manyhands.Optimizer, "local_epoch", "'Optimizer' object has .*; write global_step instead of local_epoch"),
+        (manyhands.Optimizer, "load_state_from_peers", r"write manyhands.load_state_from_peers\(peer, run_id, into="),
+        (manyhands.ProcessGroupOptimizer, "tracker", "write progress, or global_step instead of tracker"),
+    ],
+)
+def test_attributes_of_hivemind_are_missing_and_the_error_says_what_to_write(of: Any, name: str, says: str) -> None:
+    one = object.__new__(of)
+    with pytest.raises(AttributeError, match=says) as caught:
+        getattr(one, name)
+    assert "docs/how-to/from-hivemind.md" in str(caught.value)
+    assert not hasattr(one, name)
+    assert getattr(one, name, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("DHT", r"write manyhands.Peer\(initial_peers=\[...\]\) instead of DHT"),
+        ("get_dht_time", r"leave get_dht_time out: peer.store\(\) takes ttl_s=60"),
+        ("GradScaler", "write torch.amp.GradScaler instead of GradScaler"),
+        ("DecentralizedAverager", "write manyhands.Averager instead of DecentralizedAverager"),
+    ],
+)
+def test_names_in_the_package_of_hivemind_are_missing_and_the_error_says_what_to_write(name: str, says: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'manyhands' has no attribute '{name}'; {says}"):
+        getattr(manyhands, name)
+    assert not hasattr(manyhands, name)
+
+
+def test_other_missing_attributes_are_left_to_python() -> None:
+    model = Model(3)
+    for one in (model, object.__new__(manyhands.Optimizer)):
+        with pytest.raises(AttributeError, match=r"object has no attribute 'colour'$"):
+            one.colour  # noqa: B018
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'no_such_thing'"):
+        _ = model.faulty
+    assert inspect.getmembers(model, inspect.ismethod)
+    for make_a_copy in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="cannot be copied or pickled"):
+            make_a_copy(model)
 
 
 @pytest.mark.parametrize("peer", [None, object()])

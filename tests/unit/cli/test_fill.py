@@ -16,7 +16,7 @@ USAGE = 2
     ("folder", "text", "message"),
     [
         ("missing", "a [MASK]", "missing is not a folder"),
-        ("empty", "a [MASK]", "there is no checkpoint in "),
+        ("empty", "a [MASK]", "one every 100 global steps (--checkpoint-every), and when it ends, also after Ctrl-C"),
         ("checkpoint-1", "a text", "the text has no [MASK]"),
         ("checkpoint-1", "Zo\udcc3\udcab [MASK]", "the text is not UTF-8"),
         ("checkpoint-1", "a [MASK]", "cannot be loaded"),

@@ -40,14 +40,15 @@ class Trainer:
     def begin(self) -> GlobalStep:
         return GlobalStep(self.replica, self.samples.freeze())
 
-    def make(self, step: GlobalStep, mean: float = 0.5, **outcome: Any) -> None:
-        """The group makes the step."""
+    def make(self, step: GlobalStep, mean: float = 0.5, *, counts_for: float = SAMPLES, **outcome: Any) -> None:
+        """The group makes the step, in which this peer counts for so many samples."""
         contributors = [OTHER] if outcome.get("is_left_out") else [ME, OTHER]
         weights = [float(peer_id in contributors) for peer_id in (ME, OTHER)]
         manifest = RoundManifest(bytes(32), step.left_from, 1, [ME, OTHER], weights, [0, 0], bytes(32))
-        shares = dict.fromkeys(contributors, 8.0)
+        shares = {peer_id: counts_for if peer_id == ME else float(SAMPLES) for peer_id in contributors}
         mean_N = torch.tensor([mean, mean, 1.0])
-        step.outcome = Averaged(mean_N, AFTER.lineage, 16, manifest, shares=shares, **outcome)
+        samples = round(sum(shares.values()))
+        step.outcome = Averaged(mean_N, AFTER.lineage, samples, manifest, shares=shares, **outcome)
         step.advance()
 
     @property
@@ -205,6 +206,27 @@ def test_samples_are_dropped_for_a_checkpoint_or_drifted_parameters(caplog: pyte
     trainer.samples.drop_waiting("a checkpoint was loaded")
     assert trainer.counts == DROPPED
     assert "Dropped 8 samples: a checkpoint was loaded" in caplog.text
+
+
+@pytest.mark.parametrize("counts_for", [3.0, SAMPLES])
+def test_a_peer_over_the_limits_counts_for_less_and_its_share_is_that_of_what_counted(counts_for: float) -> None:
+    trainer = Trainer()
+    trainer.batch()
+    step = trainer.begin()
+    trainer.make(step, counts_for=counts_for)
+    trainer.samples.end(step)
+    assert trainer.counts == USED, "all of them are in the step"
+    assert trainer.samples.statistics.samples_counted == counts_for
+
+
+def test_samples_count_in_full_in_a_step_alone() -> None:
+    trainer = Trainer()
+    trainer.batch()
+    step = trainer.begin()
+    step.use_own_gradient(ME, can_lead=True)
+    step.advance()
+    trainer.samples.end(step)
+    assert trainer.samples.statistics.samples_counted == SAMPLES
 
 
 def test_the_summary_of_one_sample_is_in_the_singular() -> None:

@@ -208,8 +208,9 @@ def closed_hub(monkeypatch):
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    hub.accept()[0].close()
-                    num_asked.append(1)
+                    connection, _ = hub.accept()
+                    num_asked.append(1)  # before the caller sees the end
+                    connection.close()
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()

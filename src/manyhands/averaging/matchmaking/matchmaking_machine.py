@@ -85,7 +85,7 @@ FULL = "full"  # all places of the group are taken
 GONE = "gone"  # not sent: the peer cannot be reached
 LATE = "late"  # not sent: no answer in time
 
-LOOP_AWAY = "the leader's own training loop did not come to the round"
+LOOP_AWAY = "the peer that was to lead can be reached, but its training loop did not come to the round"
 MAX_REDIRECTS = 8
 SHOWN_REFUSALS = 3
 
@@ -410,7 +410,7 @@ class Matchmaking:
 
     def _why_nobody_leads(self, who: Attendees) -> str:
         if self._tried or who.hosts:
-            return self._with_refusals("no peer that could lead a group can be reached from here")
+            return self._unless_busy("no peer that could lead a group can be reached from here")
         num = len(who.members | who.guests) + 1
         if num == 1:
             return "this peer cannot be dialled, and no other peer can be reached"
@@ -595,10 +595,15 @@ class Matchmaking:
             self._has_lost_time = True
             self._num_in_vain += 1
             return absent + self._abort(self._with_refusals(reason), tuple(sorted(members)))
-        return self._abort(self._with_refusals("no other peer can be reached"), is_nobody_there=True)
+        return self._abort(self._unless_busy("no other peer can be reached"), is_nobody_there=True)
+
+    def _unless_busy(self, unreachable: str) -> str:
+        """Why nobody is there: what leaders have answered, if one was reached, and else that none can be reached."""
+        return self._with_refusals("" if self._were_busy else unreachable)
 
     def _with_refusals(self, reason: str) -> str:
-        return "; ".join(list(dict.fromkeys([reason, *self._refusals]))[: 1 + SHOWN_REFUSALS])
+        reasons = filter(None, [reason, *self._refusals])
+        return "; ".join(list(dict.fromkeys(reasons))[: 1 + SHOWN_REFUSALS])
 
     # calls
 

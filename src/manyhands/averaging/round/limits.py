@@ -64,7 +64,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from manyhands.access.charter import Limits
-from manyhands.averaging.messages import Group
+from manyhands.averaging.messages import Group, Member
 from manyhands.averaging.roster import Roster
 
 
@@ -114,6 +114,31 @@ def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *,
         for member, weight, scale in zip(members, weights, scales, strict=True)
     ]
     return msgspec.structs.replace(group, members=counted)
+
+
+def what_does_not_count(weight: float, counted: Member, limits: MemberLimits) -> str:
+    """What of a member's contribution a round does not count, and why, for its log; empty if all of it counts.
+
+    Args:
+        weight: what the member brings.
+        counted: the member with the weight and the scale that count, of :func:`limited`.
+    """
+    lines = []
+    if counted.weight < weight:
+        most = f"{limits.max_weight_ratio:g} times the median"
+        if limits.max_weight_share < 1:
+            most += f", or {limits.max_weight_share:.0%} of the group"
+        lines.append(
+            f"{100 * (1 - counted.weight / weight):.3g}% of this peer's samples do not count in this round: it brings "
+            f"{weight:g}, which count for {counted.weight:g}. The others bring fewer, and one peer counts for at most "
+            f"{most}, a new one for the median; with more rounds that may rise"
+        )
+    if counted.scale < 1:
+        lines.append(
+            f"the values of this peer are more than {CLIP_RATIO:g} times as large as is usual in this round, so they "
+            f"are multiplied by {counted.scale:.3g}"
+        )
+    return "; ".join([*lines, "see docs/explanation/rounds.md"]) if lines else ""
 
 
 def trusted(group: Group, roster: Roster | None) -> set[int]:

@@ -73,9 +73,11 @@ def line_of(standing: Standing, width: int) -> Table:
 
 def card_of(summary: TrainingSummary) -> Card:
     """The heading of the summary, and its (label, text) lines."""
-    share = summary.samples_used / summary.samples_of_all if summary.samples_of_all else 0.0
+    share = summary.samples_counted / summary.samples_of_all if summary.samples_of_all else 0.0
     has_state = summary.num_steps > 0 or summary.is_alone  # otherwise the run may be further than this peer
     samples = f"{summary.samples_used} of yours"
+    if summary.samples_counted < summary.samples_used:  # it brought more than one peer may count for
+        samples += f", which counted for {summary.samples_counted}"
     if summary.num_steps:
         samples += f", {share:.1%} of all {summary.samples_of_all} in these steps"
     if (lost := summary.samples_lost) > 0:

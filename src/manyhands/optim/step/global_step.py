@@ -68,6 +68,7 @@ from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.metrics import alone_seal
 from manyhands.optim.run.drift import Sketch
+from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import LEFT, Averaged
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
@@ -197,8 +198,10 @@ class Statistics:
         samples_computed: samples passed to ``step`` on this peer.
         samples_used: those of them that are in a committed global step. Steps of a branch of the run that this peer
             has left later, after the network was cut, stay counted.
-        samples_of_all: samples of all peers in the steps that this peer made; the sum of the weights if weights are not
-            numbers of samples.
+        samples_counted: the weight of ``samples_used`` in these steps: less than their number where a peer brought more
+            than the limits allow (docs/explanation/rounds.md), another number if ``step(weight=...)`` is.
+        samples_of_all: the weight of all peers' samples in the steps that this peer made, within the same limits; in
+            a grid of groups, the target of each step. This peer's share is ``samples_counted / samples_of_all``.
         samples_dropped: samples that can count in no step; each time the log says why.
         samples_carried: samples that the others made a step without, and that were moved to the next one.
         rounds_committed: global steps that this peer made with others.
@@ -214,6 +217,7 @@ class Statistics:
 
     samples_computed: int = 0
     samples_used: int = 0
+    samples_counted: int = 0
     samples_of_all: int = 0
     samples_dropped: int = 0
     samples_carried: int = 0
@@ -284,7 +288,11 @@ class SampleCounter:
             self._accumulator.carry(contribution)
             self._count_carried(contribution.samples)
         else:
+            outcome = step.outcome
+            assert outcome is not None, "a step that was made has one"
+            weight = outcome.shares.get(self._own_id, contribution.weight)  # a grid does not always know it
             self.statistics.samples_used += contribution.samples
+            self.statistics.samples_counted += sum_of_samples([weight])
             self._forget(step)
 
     def load(self, before: Position) -> None:

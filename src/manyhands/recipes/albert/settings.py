@@ -11,6 +11,7 @@ from typing import Literal
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.timing import METRICS_S
 from manyhands.base.errors import ConfigError
+from manyhands.checkpoints.checkpoint_dir import SAVED_EVERY
 from manyhands.dht.config import DhtConfig
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import checked_name
@@ -150,7 +151,7 @@ class TrainingSettings:
     no_checkpoints: bool = False
     """Save no checkpoints, and no identity except that of --state-dir or --identity."""
 
-    checkpoint_every: int = 100
+    checkpoint_every: int = SAVED_EVERY
     """Global steps from one checkpoint to the next; one more is saved at the end."""
 
     keep_checkpoints: int = 2

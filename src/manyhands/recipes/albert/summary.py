@@ -49,7 +49,8 @@ class TrainingSummary:
         step: global steps that the run has made.
         num_steps: number of these steps that this peer took part in.
         samples_used: samples of this peer in these steps.
-        samples_of_all: samples of all peers in these steps.
+        samples_counted: what these counted for: less than their number in steps in which the peer was over the limits.
+        samples_of_all: what the samples of all peers counted for in these steps.
         samples_lost: samples of this peer in a step that it did not finish.
         is_alone: whether this peer sees no other peer of the run.
         first_loss, last_loss: means over this peer's batches of the first and the last step in which it had any.
@@ -64,6 +65,7 @@ class TrainingSummary:
     step: int
     num_steps: int
     samples_used: int
+    samples_counted: int
     samples_of_all: int
     samples_lost: int
     is_alone: bool

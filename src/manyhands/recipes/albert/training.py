@@ -216,7 +216,7 @@ class AlbertTrainer:
             eta_s=progress.eta_s,
             num_peers=progress.num_peers,
             is_averaging=optimizer.is_stepping,
-            share=(counts.samples_used + waiting) / samples_of_all if samples_of_all else 0.0,
+            share=(counts.samples_counted + waiting) / samples_of_all if samples_of_all else 0.0,
             loss=_mean(losses) if losses else self._last_loss,
             samples_per_second=optimizer.samples_per_second,
         )
@@ -232,6 +232,7 @@ class AlbertTrainer:
             step=self._optimizer.global_step,
             num_steps=counts.rounds_committed + counts.steps_alone,
             samples_used=counts.samples_used,
+            samples_counted=counts.samples_counted,
             samples_of_all=counts.samples_of_all,
             samples_lost=self._optimizer.samples_accumulated,
             is_alone=self._is_alone(),

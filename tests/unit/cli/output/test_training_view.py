@@ -20,10 +20,10 @@ STANDING = Standing(
     loss=7.1234, samples_per_second=41.27,
 )  # fmt: skip
 ACCOUNT = TrainingSummary(
-    run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
-    first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
-    folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"), samples_lost=0, is_alone=False,
-    saved_step=318,
+    run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_counted=4096,
+    samples_of_all=16384, first_loss=8.321, last_loss=6.51, samples_lost=0, is_alone=False, saved_step=318,
+    heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
+    folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"),
 )  # fmt: skip
 
 
@@ -97,14 +97,23 @@ def test_the_card_says_where_there_is_no_model() -> None:
 
 
 def test_the_card_of_a_trainer_without_the_state_says_that_nothing_is_saved() -> None:
-    _, lines = card_of(replace(ACCOUNT, step=0, num_steps=0, samples_used=0, samples_of_all=0, checkpoint=None))
+    _, lines = card_of(
+        replace(ACCOUNT, step=0, num_steps=0, samples_used=0, samples_counted=0, samples_of_all=0, checkpoint=None)
+    )
     assert dict(lines)["steps"] == "0 global steps with you; the model here is at step 0"
     assert dict(lines)["model"] == "not saved yet; the next start with my model loads the state of the others"
 
 
 def test_a_trainer_that_made_no_step_has_a_card() -> None:
     nothing = replace(
-        ACCOUNT, num_steps=0, samples_used=0, samples_of_all=0, first_loss=None, last_loss=None, heldout=None
+        ACCOUNT,
+        num_steps=0,
+        samples_used=0,
+        samples_counted=0,
+        samples_of_all=0,
+        first_loss=None,
+        last_loss=None,
+        heldout=None,
     )
     _, lines = card_of(nothing)
     assert dict(lines)["samples"] == "0 of yours"
@@ -112,12 +121,19 @@ def test_a_trainer_that_made_no_step_has_a_card() -> None:
 
 
 def test_samples_of_an_unfinished_step_are_told_apart() -> None:
-    _, lines = card_of(replace(ACCOUNT, num_steps=0, samples_used=0, samples_of_all=0, samples_lost=257))
+    _, lines = card_of(
+        replace(ACCOUNT, num_steps=0, samples_used=0, samples_counted=0, samples_of_all=0, samples_lost=257)
+    )
     assert dict(lines)["samples"] == "0 of yours; 257 of a step that was not finished are lost"
     _, lines = card_of(replace(ACCOUNT, samples_lost=1))
     assert dict(lines)["samples"] == (
         "4096 of yours, 25.0% of all 16384 in these steps; 1 of a step that was not finished is lost"
     )
+
+
+def test_the_share_of_a_peer_over_the_limits_is_that_of_what_counted() -> None:
+    _, lines = card_of(replace(ACCOUNT, samples_used=41472, samples_counted=4932, samples_of_all=13152))
+    assert dict(lines)["samples"] == "41472 of yours, which counted for 4932, 37.5% of all 13152 in these steps"
 
 
 def test_the_command_of_the_card_is_one_line_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
