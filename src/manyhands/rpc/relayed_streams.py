@@ -183,7 +183,7 @@ class RelayedStreams:
         raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
 
     def _in_order(self, relays: Sequence[PeerId]) -> list[PeerId]:
-        if any(self._last_failure(relay) > -math.inf for relay in relays):
+        if any(self._last_failure(relay) > -math.inf for relay in self._failed_at):
             relays = sorted(relays, key=lambda relay: not self._is_named(relay))
         return sorted(relays, key=self._last_failure)
 
