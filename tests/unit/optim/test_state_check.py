@@ -227,9 +227,9 @@ def test_a_state_without_a_statistic_is_refused() -> None:
         (no_schedule, "its schedule does not say how often it has moved"),
         (in_schedule("last_epoch", math.nan), "its schedule does not say how often it has moved"),
         (in_schedule("last_epoch", 10**8), "its schedule has moved 100000000 times in 1 global steps"),
-        (in_schedule("base_lrs", [100.0]), "after 1 steps its schedule is not what the one of this peer becomes"),
-        (in_schedule("end_factor", 1e6), "after 1 steps its schedule is not what the one of this peer becomes"),
-        (in_schedule("more", 1), "after 1 steps its schedule is not what the one of this peer becomes"),
+        (in_schedule("base_lrs", [100.0]), "its schedule after 1 steps is not that of this peer after as many"),
+        (in_schedule("end_factor", 1e6), "its schedule after 1 steps is not that of this peer after as many"),
+        (in_schedule("more", 1), "its schedule after 1 steps is not that of this peer after as many"),
     ],
 )
 def test_a_state_whose_schedule_is_not_that_of_the_run_is_refused(spoil: Spoil, words: str) -> None:

@@ -285,42 +285,38 @@ class ScheduleAtBegin:
             moved.step()
         if not is_close(sent, serializable_part(moved.state_dict())):
             raise ValueError(
-                f"after {num_moves} steps its schedule is not what the one of this peer becomes; one of the two has "
+                f"its schedule after {num_moves} steps is not that of this peer after as many: one of the two has "
                 "another schedule than the run"
             )
         return hyper_parameters_of(moved.optimizer.param_groups)
 
 
 def _rewound(scheduler: Any) -> Any:
-    """A copy of a schedule from before its first move; as it is if it cannot be brought back there.
+    """A copy of a schedule from before its first move, or from now if it does not get here again from there.
 
     A loop may give a schedule that has moved already, as it goes on from a checkpoint of its own.
     """
     num_moves = _num_moves(scheduler.state_dict())
-    copied = copy.deepcopy(scheduler)
     if not num_moves:
-        return copied
-    first = copied
-    while True:
-        inner = getattr(first, "_schedulers", [])
-        for one in (first, *inner):
-            one.last_epoch = -1 if one is not copied or not inner else 0
-        if not inner:
-            break
-        first = inner[0]
+        return copy.deepcopy(scheduler)
+    rewound = copy.deepcopy(scheduler)
+    parts = getattr(rewound, "_schedulers", [])
+    rewound.last_epoch = 0 if parts else -1
+    for part in parts:
+        part.last_epoch = -1
     try:
-        for group in copied.optimizer.param_groups:
+        for group in rewound.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            first._initial_step()  # noqa: SLF001 (what a schedule does when it is made)
-            again = copy.deepcopy(copied)
+            (parts[0] if parts else rewound)._initial_step()  # noqa: SLF001 (what a schedule does when it is made)
+            again = copy.deepcopy(rewound)
             for _ in range(num_moves):
                 again.step()
     except Exception:  # noqa: BLE001 (of a user's own class)
         return copy.deepcopy(scheduler)
-    is_back = is_close(*(hyper_parameters_of(one.optimizer.param_groups) for one in (again, scheduler)))
-    return copied if is_back else copy.deepcopy(scheduler)
+    is_here = is_close(*(hyper_parameters_of(one.optimizer.param_groups) for one in (again, scheduler)))
+    return rewound if is_here else copy.deepcopy(scheduler)
 
 
 class _OnlyOptions:
