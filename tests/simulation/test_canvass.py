@@ -22,6 +22,7 @@ from manyhands.reach.messages import ReachedRequest, ReachedResponse
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World
+from tests.sweeps import few_of
 
 ANSWER_S = 0.2
 
@@ -251,12 +252,13 @@ def test_a_peer_that_the_backoff_kept_from_being_dialled_is_dialled_soon() -> No
 COORDINATOR = PeerId("coordinator")
 
 
-def test_a_peer_that_reaches_its_initial_peer_alone_follows_those_that_this_one_has_reached() -> None:
+@pytest.mark.parametrize("num_false", few_of([3 * AT_ONCE, len(FALSE)], 1, pytest.mark.long))
+def test_a_peer_that_reaches_its_initial_peer_alone_follows_those_that_this_one_has_reached(num_false: int) -> None:
     """Identities of one machine are ahead, and another peer says that it has reached them everywhere."""
 
     async def check() -> None:
         stranger = PeerId("stranger")
-        false = dict(list(FALSE.items())[: 3 * AT_ONCE])
+        false = dict(list(FALSE.items())[:num_false])
         told = {COORDINATOR: HONEST | dict.fromkeys(false, "47.1.1.1"), stranger: false}
         canvass = canvass_of(Dials({}, told), initial_peers=[COORDINATOR])
         ahead = Position(1000, b"elsewhere")

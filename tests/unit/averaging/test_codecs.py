@@ -129,7 +129,7 @@ SCALED = st.builds(
 
 
 @lossy
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(values=st.one_of(st.lists(FLOATS, min_size=1, max_size=500), SCALED))
 @example(values=[MAX, -MAX] * 120)
 @example(values=[MAX, -MAX, 0.0, 1.0, 1e-45])
@@ -331,7 +331,7 @@ def test_bfloat16_numbers_that_are_not_finite_are_refused(codec: Codec, upper: i
 
 
 @names
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_bytes_of_strangers_are_refused_or_give_finite_values(codec: Codec, data: st.DataObject) -> None:
     numel = data.draw(st.integers(1, 300))

@@ -329,12 +329,12 @@ def test_a_peer_over_the_limits_is_told_what_does_not_count_and_why() -> None:
     plain, large_values, _, gpu = limited(group, OPEN_LIMITS, clips=True).members
     assert what_does_not_count(32.0, plain, OPEN_LIMITS) == ""
     assert what_does_not_count(512.0, gpu, OPEN_LIMITS) == (
-        "81.2% of this peer's samples do not count in this round: it brings 512, which count for 96. The others bring "
-        "fewer, and one peer counts for at most 3 times the median, a new one for the median; with more rounds that "
-        "may rise; see docs/explanation/rounds.md"
+        "81.2% of this peer's samples do not count in this round: it brings 512, which count for 96, as the others "
+        "bring fewer. A peer counts for at most 3 times the median, and a new one for the median; with more rounds "
+        "that may rise; see docs/explanation/rounds.md"
     )
     assert what_does_not_count(32.0, large_values, OPEN_LIMITS) == (
         "the values of this peer are more than 2 times as large as is usual in this round, so they are multiplied by "
         "0.5; see docs/explanation/rounds.md"
     )
-    assert "or 25% of the group, a new one" in what_does_not_count(512.0, gpu, LIMITS)
+    assert "or 25% of the group, and a new one" in what_does_not_count(512.0, gpu, LIMITS)

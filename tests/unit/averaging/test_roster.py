@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Group, Late, Member, Position, RoundManifest, SpanResult
@@ -395,7 +395,6 @@ def roster_after(rounds: list[RoundManifest]) -> Roster:
     return roster
 
 
-@settings(max_examples=40)
 @given(st.lists(manifests(), max_size=40))
 def test_every_roster_can_be_led_counts_to_its_limits_and_is_the_same_for_all(rounds: list[RoundManifest]) -> None:
     one, other = Roster(), Roster()
@@ -419,7 +418,6 @@ def test_every_roster_can_be_led_counts_to_its_limits_and_is_the_same_for_all(ro
             assert standing.faults >= earlier.faults or peer_id in complete
 
 
-@settings(max_examples=40)
 @given(st.lists(manifests(), max_size=20), manifests(), st.data())
 def test_no_peer_alone_demotes_another_one(
     rounds: list[RoundManifest], said: RoundManifest, data: st.DataObject

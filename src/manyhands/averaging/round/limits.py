@@ -130,8 +130,8 @@ def what_does_not_count(weight: float, counted: Member, limits: MemberLimits) ->
             most += f", or {limits.max_weight_share:.0%} of the group"
         lines.append(
             f"{100 * (1 - counted.weight / weight):.3g}% of this peer's samples do not count in this round: it brings "
-            f"{weight:g}, which count for {counted.weight:g}. The others bring fewer, and one peer counts for at most "
-            f"{most}, a new one for the median; with more rounds that may rise"
+            f"{weight:g}, which count for {counted.weight:g}, as the others bring fewer. A peer counts for at most "
+            f"{most}, and a new one for the median; with more rounds that may rise"
         )
     if counted.scale < 1:
         lines.append(
