@@ -11,6 +11,7 @@ from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.checks import Told
 from manyhands.averaging.allreduce.reducer import SpanReducer
+from manyhands.averaging.messages import MAX_BANDWIDTH
 from manyhands.averaging.roster import QUALIFYING
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.optim.optimizer import Optimizer
@@ -37,7 +38,7 @@ def flip_gradients() -> None:
 def flip_means() -> None:
     """Have the reducers of this process send minus the means, after as many honest rounds as make a guest a member.
 
-    They go on to reduce although the others blame them.
+    They say that they have the fastest line, so that they reduce in each round, also when the others have blamed them.
     """
     honest = Contribution.butterfly
     steps: set[int] = set()
@@ -50,6 +51,7 @@ def flip_means() -> None:
         return made
 
     Contribution.butterfly = butterfly  # type: ignore[method-assign, assignment]
+    RoundBandwidth.bandwidth = property(lambda self: MAX_BANDWIDTH)  # type: ignore[method-assign, assignment]
     RoundBandwidth.lose_round = lambda self: None  # type: ignore[method-assign]
 
 
