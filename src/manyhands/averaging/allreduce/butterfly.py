@@ -47,6 +47,9 @@ _LABEL = struct.Struct("<QQ")
 PIECE_NUMEL = 1023 * 64
 """Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
 one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
+MEANS_NUMEL = 4 * PIECE_NUMEL
+"""Unencoded means are received in pieces of this size: of one record each, the threads would wait for each other more
+than they work (docs/adr/0053-unencoded-values-in-one-pass.md)."""
 
 Condition = Callable[[], bool]
 
@@ -415,7 +418,7 @@ class Butterfly:
 
     def _rooms_for_exact(self, rank: int, check: SpanCheck | None) -> Iterator[memoryview]:
         if check is None:
-            for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
+            for piece in chunks_of(self.partition.spans[rank], MEANS_NUMEL):
                 averaged = self.averaged_N[piece]
                 yield bytes_of(averaged)
                 if not is_finite(averaged):
@@ -423,9 +426,9 @@ class Butterfly:
                 self._hashers[rank].update(bytes_of(averaged))
             return
         # the values that these means overwrite are still to be compared with them
-        scratch = torch.empty(min(PIECE_NUMEL, self.partition.numel[rank]), dtype=self._plan.dtype).view(torch.uint8)
+        scratch = torch.empty(min(MEANS_NUMEL, self.partition.numel[rank]), dtype=self._plan.dtype).view(torch.uint8)
         for number, chunk in enumerate(self.partition.chunks[rank]):
-            for piece in chunks_of(chunk, PIECE_NUMEL):
+            for piece in chunks_of(chunk, MEANS_NUMEL):
                 encoded = scratch[: self._plan.num_bytes(piece.start, piece.stop)]
                 yield bytes_of(encoded)
                 self._decode_and_check(rank, number, piece, check, encoded)
