@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -43,12 +43,28 @@ async def clients_and_relays(
 ) -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, list[WatchedEndpoint]]]:
     """Two endpoints in client mode that are connected to all relays, and the relays."""
     async with endpoints(num_relays + 2, kind=kind, clients=[0, 1], config=config) as (one, other, *relays):
-        for client in (one, other):
-            serve_echo(client)
-            seems_symmetric(client)
-            for relay in relays:
-                await client.call_on(relay.peer_id, 5.0)
+        await let_relay([one, other], relays)
         yield one, other, relays
+
+
+async def let_relay(clients: list[WatchedEndpoint], relays: list[WatchedEndpoint]) -> None:
+    """Connect these clients to all relays; through these alone they reach each other, and answer."""
+    for client in clients:
+        serve_echo(client)
+        seems_symmetric(client)
+        for relay in relays:
+            await client.call_on(relay.peer_id, 5.0)
+
+
+def one_volunteer(number: int) -> Callable[..., WatchedEndpoint]:
+    """Returns what makes endpoints of which only that with this number relays bulk streams, and so is asked first."""
+    volunteer = identity_of(number).peer_id
+
+    def make(transport: Transport, *, client_mode: bool, config: None) -> WatchedEndpoint:
+        is_volunteer = transport.identity.peer_id == volunteer
+        return WatchedEndpoint(transport, client_mode=client_mode, config=VOLUNTEER if is_volunteer else None)
+
+    return make
 
 
 def seems_symmetric(client: Endpoint) -> None:
@@ -133,6 +149,21 @@ async def test_another_relay_takes_over_from_one_that_is_gone(kind: str) -> None
         await until(lambda: not one.is_connected(other.peer_id), "the connection is lost")
         assert await echoed(one, other)
         assert one.way_to(other.peer_id) == relayed_by(second.peer_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_relay_of_a_peer_that_has_left_is_asked_first_as_before(kind: str) -> None:
+    """The peer has said goodbye, so the relay has done nothing wrong."""
+    make = one_volunteer(3)
+    async with endpoints(5, kind=kind, clients=[0, 1, 2], make=make) as (one, leaver, third, *relays):
+        await let_relay([one, leaver, third], relays)
+        await echoed(one, leaver)
+        way = one.way_to(leaver.peer_id)
+        assert way == relayed_by(relays[0].peer_id)
+        await leaver.close()
+        await until(lambda: not one.is_connected(leaver.peer_id), "the goodbye has come")
+        await echoed(one, third)
+        assert one.way_to(third.peer_id) == way
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,19 +320,10 @@ async def test_one_pair_has_a_limited_number_of_relayed_streams_and_they_are_cou
 
 async def test_volunteers_are_asked_first() -> None:
     """Although one of the others is likely to be nearer."""
-    at = identity_of(2).peer_id  # the first to be connected, when all is slower
-
-    def make(transport: Transport, *, client_mode: bool, config: None) -> WatchedEndpoint:
-        is_volunteer = transport.identity.peer_id == at
-        return WatchedEndpoint(transport, client_mode=client_mode, config=VOLUNTEER if is_volunteer else None)
-
+    make = one_volunteer(2)  # the first to be connected, when all is slower
     async with endpoints(8, kind="tls", clients=[0, 1], make=make) as (one, other, *relays):
         volunteer = relays[0]
-        serve_echo(other)
-        for client in (one, other):
-            seems_symmetric(client)
-            for relay in relays:
-                await client.call_on(relay.peer_id, 5.0)
+        await let_relay([one, other], relays)
         assert await echoed(one, other)
         assert one.way_to(other.peer_id) == relayed_by(volunteer.peer_id)
         assert one.carries_bulk(other.peer_id)

@@ -65,6 +65,7 @@ class ControlConnection:
         relays: whether the other end forwards bulk streams.
         lost: why it ended; None while it is open.
         is_retired: whether both ends agreed to close it.
+        has_said_goodbye: whether the other end has closed it on purpose.
         on_drain: called when the other end asks to close it.
         last_used: loop time at which the last call began or was answered.
         longest_pause_s: the longest time between two uses so far.
@@ -92,6 +93,7 @@ class ControlConnection:
         self.relays = False
         self.lost: PeerLost | None = None
         self.is_retired = False
+        self.has_said_goodbye = False
         self.on_drain: Callable[[], None] = lambda: None
         self.rtt_s = math.inf
         self.last_used = asyncio.get_running_loop().time()
@@ -292,6 +294,7 @@ class ControlConnection:
             self.on_drain()
             self._close_if_drained()
         elif isinstance(frame, Goodbye):
+            self.has_said_goodbye = True
             raise PeerLost(self.remote, f"it closed the connection: {readable(frame.reason)}")
         else:
             raise ProtocolViolation(self.remote, f"sent an unexpected {type(frame).__name__} frame")

@@ -762,7 +762,8 @@ class Endpoint:
         finally:
             self._streams.release(stream)
             connection.end(PeerLost(connection.remote, "the connection was closed here"))
-            if connection.way.relay is not None and not connection.is_retired:
+            was_closed = connection.is_retired or connection.has_said_goodbye
+            if connection.way.relay is not None and not was_closed:
                 self._relayed.failed(connection.way.relay)
             self._pool.remove(connection)
             await connection.close()
