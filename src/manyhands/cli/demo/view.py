@@ -23,7 +23,7 @@ SAID = {
 }
 """What the liar did."""
 NOBODY = {
-    "sign-flip": "nobody: a gradient of the usual size may be that of other data. It slows the others down, no more",
+    "sign-flip": "nobody: a gradient of the usual size may be that of other data. It slows the others down",
     MEAN_FLIP: "nobody: it was honest in its first three steps",
 }
 """Why nobody noticed a lie."""
