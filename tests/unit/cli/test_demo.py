@@ -76,8 +76,8 @@ def test_the_failure_that_ended_the_demo_early_is_the_first_problem() -> None:
     ]
 
 
-def run_with_liar(lie: Lie, *left_out_of: int, guest_from: int) -> Tally:
-    """Six steps; the others leave the liar out of some of them, and it is a guest from a step on."""
+def run_with_liar(lie: Lie, *left_out_of: int, guest_from: int, last_loss: float = 8.5) -> Tally:
+    """Six steps from a loss of 9; the others leave the liar out of some of them, and it is a guest from a step on."""
     honest, liar = [TrainerTally("trainer 1"), TrainerTally("trainer 2")], TrainerTally("liar", lie=lie)
     tally = Tally([*honest, liar])
     for trainer, peer_id in zip(tally.trainers, ("A", "B", "L"), strict=True):
@@ -88,7 +88,7 @@ def run_with_liar(lie: Lie, *left_out_of: int, guest_from: int) -> Tally:
             made = StepDone(step, 8.8, f"round-{step}", 3, counts(8 * step, 8 * step), left_out, is_member)
             tally.apply_trainer(trainer, made)
     for trainer in honest:
-        tally.apply_trainer(trainer, Finished(6, 8.5, "digest", trainer.counts))
+        tally.apply_trainer(trainer, Finished(6, last_loss, "digest", trainer.counts))
     return tally
 
 
@@ -113,6 +113,14 @@ def test_a_flipped_gradient_is_noticed_by_nobody_and_the_summary_says_why() -> N
     _, lines = card_of(summary)
     assert lines[4][1].startswith("nobody: a gradient of the usual size")
     assert lines[5] == ("standing", "member after step 1")
+
+
+def test_a_flipped_gradient_may_undo_what_the_others_learn_but_a_reducer_that_is_left_out_may_not() -> None:
+    flipped = run_with_liar("sign-flip", guest_from=7, last_loss=9.1).summary(1.0)
+    assert flipped.problems == []
+    assert card_of(flipped)[1][-1] == ("outcome", "the liar undid what the others learnt; their states are equal")
+    left_out = run_with_liar("mean-flip", 4, 5, guest_from=5, last_loss=9.1).summary(1.0)
+    assert left_out.problems == ["the held-out loss did not fall: 9.0 at first, 9.1 at last"]
 
 
 def test_a_liar_that_keeps_its_standing_although_it_can_be_found_out_is_a_problem() -> None:

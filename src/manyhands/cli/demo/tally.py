@@ -48,6 +48,13 @@ class Summary(msgspec.Struct):
     liar: LiarSummary | None
     problems: list[str]
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether the held-out loss fell."""
+        first = self.heldout_loss_first
+        last = self.heldout_loss_last
+        return first is not None and last is not None and last < first
+
 
 class LiarSummary(msgspec.Struct):
     """What became of a trainer that lies.
@@ -214,15 +221,16 @@ class Tally:
 
     def _problems(self, summary: Summary) -> list[str]:
         problems = [f"{trainer.name} did not finish" for trainer in self.honest() if trainer.finished is None]
-        first = summary.heldout_loss_first
-        last = summary.heldout_loss_last
-        if first is None or last is None or not last < first:
+        liar = summary.liar
+        may_rise = liar is not None and liar.lie != MEAN_FLIP  # nobody can find out who reverses a gradient
+        if not (summary.has_learnt or may_rise):
+            first = summary.heldout_loss_first
+            last = summary.heldout_loss_last
             problems.append(f"the held-out loss did not fall: {first} at first, {last} at last")
         if len(set(summary.state_digest_per_peer.values())) > 1:
             problems.append("the peers ended with different states")
-        if summary.liar is None and not summary.joined_late_samples:
+        if liar is None and not summary.joined_late_samples:
             problems.append("the newcomer contributed nothing")
-        liar = summary.liar
         if liar is not None and liar.lie == MEAN_FLIP and "guest" not in [*liar.standings.values()][1:]:
             problems.append("the liar kept its standing; give the others more --steps")
         return problems

@@ -23,7 +23,7 @@ SAID = {
 }
 """What the liar did."""
 NOBODY = {
-    "sign-flip": "nobody: a gradient of the usual size may be that of other data. It slows the others down",
+    "sign-flip": "nobody: a gradient of the usual size may be that of other data",
     MEAN_FLIP: "nobody: it was honest in its first three steps",
 }
 """Why nobody noticed a lie."""
@@ -136,7 +136,9 @@ def card_of(summary: Summary) -> Card:
         megabytes = summary.bytes_sent_per_peer[peer_id] / 1e6
         lines.append((f"peer {_short(peer_id)}", f"{samples} samples, {megabytes:.1f} MB sent, {state}"))
     lines.append(("wall time", f"{summary.wall_s:.1f} s"))
-    if not summary.problems:
+    if not summary.problems and not summary.has_learnt:
+        lines.append(("outcome", "the liar undid what the others learnt; their states are equal"))
+    elif not summary.problems:
         end = "the newcomer contributed" if summary.liar is None else "in spite of the liar"
         lines.append(("outcome", f"the loss fell, all states are equal, {end}"))
     lines += [("problem", problem) for problem in summary.problems]
