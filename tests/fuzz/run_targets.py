@@ -183,15 +183,15 @@ def _vote(data: bytes) -> None:
     count.lose(2, "gone")
     decision = count.decide()
     assert decision is not None
-    assert len(count.suspects()) <= len(IDS)
+    assert len(count.only_stalled()) <= len(IDS)
     if isinstance(decision, Verdict) and decision.manifest is not None:
         assert decision.manifest.digest in (digest_of_all(DIGESTS), vote.digest)
 
 
 def _verdict(data: bytes) -> None:
     verdict, one = decoded(data, Verdict), Round(GROUP, 1)
-    one.on(Exchanged(Vote(GROUP.group_id, 0, DIGESTS)), 0.0)
-    actions = one.on(Told(one.leader, verdict), 1.0)
+    one.on(Exchanged(Vote(GROUP.group_id, 0, DIGESTS)))
+    actions = one.on(Told(one.leader, verdict))
     if not verdict.is_known or one.state is RoundState.IN_DOUBT:
         return
     (finish,) = actions

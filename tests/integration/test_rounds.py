@@ -21,7 +21,6 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
-    NOBODY,
     STREAM_KIND,
     VOTE,
     Group,
@@ -367,8 +366,7 @@ def ask_nothing(peer: Peer) -> None:
     """Have a member ask nobody how its round goes on."""
 
     async def ask(query: VerdictQuery, call: Callable[[VerdictQuery], Awaitable[Verdict]]) -> Verdict:
-        if query.group_id != NOBODY:  # that one asks whether a peer is there
-            await never()
+        await never()
         return await call(query)
 
     peer.ask_by(ASK_VERDICT, ask)
@@ -471,8 +469,8 @@ async def test_a_member_that_aborted_in_doubt_does_not_pass_that_on_as_a_verdict
         await leader.kill()
         assert all(isinstance(result, RoundAborted) for result in await outcomes(tasks, 5.0))
         query = VerdictQuery(begun[0].group.group_id)
-        answer = await asking.run.call(doubting.peer_id, ASK_VERDICT, query, 2.0)
-        assert not answer.is_known
+        with pytest.raises(Refused, match="does not know"):
+            await asking.run.call(doubting.peer_id, ASK_VERDICT, query, 2.0)
         await end(dying)
 
 
@@ -494,6 +492,39 @@ async def test_the_majority_commits_though_a_member_dies_before_it_votes() -> No
         await end(dying)
 
 
+async def test_a_member_whose_round_is_interrupted_is_waited_for_no_longer() -> None:
+    """Its process lives on, and answers calls."""
+    async with averagers(2, config=PATIENT) as members:
+        leader, member = by_id(members)
+        has_result = asyncio.Event()
+
+        async def never_vote() -> None:
+            has_result.set()
+            await never()
+
+        before_voting(member.peer_id, never_vote)
+        leading, interrupted = start([leader]), start([member])
+        await has_result.wait()
+        await end(interrupted)
+        (result,) = await outcomes(leading, 5.0)
+        assert isinstance(result, RoundAborted)
+        assert result.blamed == [member.peer_id]
+
+
+async def test_a_leader_that_was_started_again_is_lost_at_once() -> None:
+    """It can be reached, and does not know the round."""
+
+    async def refuse(*_: object) -> Verdict:
+        raise Refused(leader.peer_id, "unknown_group", "this peer does not know how that round goes on")
+
+    async with averagers(4, config=PATIENT) as members:
+        leader, *others = by_id(members)
+        leader.answer_by(ASK_VERDICT, refuse)
+        leading, tasks = start([leader]), start(others)
+        await aborted_then_committed_without(leader, others, tasks)
+        await end(leading)
+
+
 @pytest.mark.parametrize("has_another_result", [False, True])
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
     def lose(contribution: Contribution, vote: Vote) -> None:
@@ -509,7 +540,7 @@ async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_a
         assert results[0].averaged_N is not None
 
 
-async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None:
+async def test_a_member_waits_for_a_verdict_that_comes_soon_after_the_time_for_the_votes() -> None:
     """The votes of both commit the round; a member that left before would be behind."""
     config = replace(PATIENT, matchmaking_time_s=0.2, averaging_timeout_s=1.0, in_doubt_timeout_s=0.01)
     first = min(identity_of(number).peer_id for number in range(2))
@@ -900,7 +931,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
             return response
 
         async def lie(remote: PeerId, query: VerdictQuery) -> Verdict:
-            return Verdict(False) if query.group_id == NOBODY else Verdict(True, forge(groups[0], b"digest"))
+            return Verdict(True, forge(groups[0], b"digest"))
 
         liar.answer_by(JOIN, remember)
         liar.answer_by(ASK_VERDICT, lie)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.messages import ASK_VERDICT, Group, Position, Verdict
+from manyhands.averaging.messages import ASK_IN_ROUND, Group, InRound, Position
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
@@ -122,7 +122,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         )
         rng = world.rng(f"groups of {host.name}")
         run_endpoint = RunEndpoint(endpoint, "run")
-        run_endpoint.handle(ASK_VERDICT, lambda remote, query: Verdict(False))  # as each peer of a run does
+        run_endpoint.handle(ASK_IN_ROUND, lambda remote, query: InRound(False))  # as each peer of a run does
         seeker.matchmaker = Matchmaker(run_endpoint, seeker.fingerprint, seeker.meeting, config, rng)
         try:
             await asyncio.sleep(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import struct
 from collections import Counter, defaultdict
@@ -380,14 +381,33 @@ def random_departure(seed: int) -> RoundWorld:
     return world
 
 
+def seconds_after(fault: str, role: str, phase: str, num_peers: int) -> float:
+    """Virtual seconds from a member's fault until all others have committed, perhaps in a later attempt."""
+    world = RoundWorld(num_peers, max_attempts=3)
+    victim = world.name_of(role)
+    world.start()
+    world.when(victim, phase, lambda: getattr(world.world, fault)(victim))
+    world.run(3 * BOUND_S)
+    others = world.survivors([victim])
+    assert world.fault_s is not None
+    assert all(world.outcomes[name].held for name in others)
+    return world.last_s(others) - world.fault_s
+
+
 def main() -> None:
     """Print in what share of rounds with one death the others commit, and how long after it, by who died."""
     parser = argparse.ArgumentParser(description="one death in each of many simulated rounds")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--each", type=int, help="each fault in each phase, of each kind of member of so many")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    if options.each:
+        for fault, role in itertools.product(("kill", "freeze", "crash"), ROLES):
+            each = [f"{phase} {seconds_after(fault, role, phase, options.each):.1f}" for phase in PHASES[2:]]
+            print(f"{fault} {role}: {', '.join(each)}")
+        return
     deaths: dict[str, list[RoundWorld]] = {"leader": [], "reducer": [], "sender": [], "client": []}
     for seed in range(options.first, options.first + options.rounds):
         world = random_death(seed)

@@ -145,7 +145,7 @@ class Averager(FromHivemind):
         """Take part in the next round, and write the weighted mean into the tensors.
 
         Waits for expected peers, at most ``matchmaking_time_s`` and half of the time. If a member is lost, tries again
-        while there is time. Each attempt is also limited by ``averaging_timeout_s``. Other threads must not change the
+        while there is time. Each round is also limited by ``averaging_timeout_s``. Other threads must not change the
         tensors meanwhile.
 
         Args:

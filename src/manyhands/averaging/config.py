@@ -30,8 +30,8 @@ class AveragingConfig:
 
     Attributes:
         matchmaking_time_s: how long a round waits for expected peers; it starts at once when all are there.
-        averaging_timeout_s: limit of a round, from the search for a group to the vote. The verdict follows at once,
-            unless the leader began later: the leader has the same limit, from its own beginning.
+        averaging_timeout_s: limit of a round, from when its group has formed until the votes are there; the verdict
+            follows at once. The search for the group has as much time before that.
         stream_timeout_s: limit of opening the streams between the members of a formed group, and the extra time of a
             late member once the others are done.
         in_doubt_timeout_s: how long a member that lost its leader asks the others for the verdict.
@@ -80,7 +80,7 @@ class AveragingConfig:
         if not self.matchmaking_time_s < self.averaging_timeout_s:
             raise ConfigError(
                 f"matchmaking_time_s={self.matchmaking_time_s} and averaging_timeout_s={self.averaging_timeout_s}: "
-                "a round needs time after its group was found; for example 15 and 60"
+                "the search for a group must outlast one wait for the others; for example 15 and 60"
             )
         if self.max_group_size > MAX_SIDE:
             raise ConfigError(f"max_group_size={self.max_group_size} must be at most {MAX_SIDE}; for example 256")

@@ -124,7 +124,6 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         min_span_numel: smallest span in elements; a short vector is not reduced by all members.
         chunk_numel: the most elements that are encoded and reduced at once.
         codec: see docs/reference/wire.md.
-        time_left_s: seconds that the leader had left for its round when it closed the group; 0 if it does not say.
         late: one of :class:`Late`.
     """
 
@@ -135,7 +134,6 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
     chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
-    time_left_s: Annotated[float, msgspec.Meta(ge=0, le=DAY_S)] = 0.0
     late: LateNumber = 0
 
     @functools.cached_property
@@ -355,13 +353,12 @@ NOBODY = b""
 class VerdictQuery(msgspec.Struct):
     """Asks how a round goes on; the asked member answers as soon as there is news for the asking one.
 
-    The leader has news when the round is decided, when there is another exchange, or when it has lost more members; any
-    other member when it knows the verdict, or has lost the leader too.
+    The leader has news when the round is decided, or when there is another exchange; any other member when it knows the
+    verdict, or has lost the leader too.
     """
 
     group_id: Digest
     exchange: ExchangeNumber = 0  # the one that the asking member is in
-    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # of how many lost members the asking member knows
 
 
 class Verdict(msgspec.Struct):
@@ -370,7 +367,7 @@ class Verdict(msgspec.Struct):
     Attributes:
         is_known: whether the round is decided; then ``manifest`` is set if it committed.
         reason: why it was aborted; if it committed, what went wrong, member by member.
-        blamed: the members at fault; while the round is not decided, the members that the sender has lost.
+        blamed: the members at fault.
         again: the next exchange, if there is one.
     """
 
@@ -385,7 +382,7 @@ class InRoundQuery(msgspec.Struct):
     """Asks a member whether it is in the round."""
 
     group_id: Digest
-    leader: PeerIdText
+    leader: PeerIdText = PeerId("")
 
 
 class InRound(msgspec.Struct):

@@ -122,7 +122,6 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()  # of the current round
-        self._deadline = 0.0  # of the current round
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
         self._num_limited = 0  # rounds in which this peer's weight or norm was over the limit
@@ -162,7 +161,8 @@ class RoundRunner:
                 before this returns. It is written only if there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
             shapes: of the tensors in the vector, in order. Default: one tensor of one dimension, encoded without loss.
-            timeout_s: limit of this round, if less than ``averaging_timeout_s``.
+            timeout_s: limit of the search for a group and of the round together. By default the search has
+                ``averaging_timeout_s``, and then the round again.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
@@ -179,17 +179,17 @@ class RoundRunner:
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._meter = meter if meter is not None else RoundMeter()
-        self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
+        until = self._loop.time() + timeout_s
         shapes = shapes if shapes is not None else [flat_N.shape]
         clips = self._limits is not None and self._config.aggregate == CLIP and norm_before is None
         norm = await run_to_end(functools.partial(self._norm_of, flat_N, shapes, part)) if clips and weight > 0 else 0.0
-        group = await self._find_group(weight, norm, gather_s, clips=clips)
+        search_s = min(until - self._loop.time(), self._config.averaging_timeout_s)
+        group = await self._find_group(weight, norm, gather_s, search_s, clips=clips)
         formed_at = self._loop.time()
-        leader_ends_at = formed_at + (group.time_left_s or math.inf)
-        ends_at = min(self._deadline, leader_ends_at)
+        deadline = min(until, formed_at + self._config.averaging_timeout_s)
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before, clips=clips)
         hurried = frozenset(self.matchmaker.hurried(group.members))
-        times = RoundTimes(self._config, group, contribution.rank, self._deadline, ends_at, hurried)
+        times = RoundTimes(self._config, group, contribution.rank, deadline, hurried)
         voters = self.matchmaker.voters(group.members)
         driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
         feedbacks = contribution.feedbacks
@@ -201,7 +201,7 @@ class RoundRunner:
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
             seconds = self._loop.time() - formed_at
-            available_s = ends_at - formed_at
+            available_s = deadline - formed_at
             if driver.was_moving and is_pace_known(seconds, available_s) and not contribution.plan.passes_on:
                 num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
                 rate = self._bandwidth.end_slow_round(num_bytes, seconds)
@@ -261,15 +261,15 @@ class RoundRunner:
             norm = plan.norm(flat_N) + (feedbacks.sent.norm() if feedbacks is not None else 0.0)
         return norm if norm <= MAX_NORM else 0.0
 
-    async def _find_group(self, weight: float, norm: float, gather_s: float | None, *, clips: bool) -> Group:
-        started, timeout_s = self._loop.time(), self._left_s()
+    async def _find_group(
+        self, weight: float, norm: float, gather_s: float | None, timeout_s: float, *, clips: bool
+    ) -> Group:
+        started = self._loop.time()
         try:
             async with time_limit(timeout_s, "looking for a group"):
                 bandwidth = self._bandwidth.bandwidth
                 may_reduce = self._bandwidth.may_reduce
-                group = await self.matchmaker.find_group(
-                    weight, bandwidth, gather_s, timeout_s, may_reduce=may_reduce, norm=norm
-                )
+                group = await self.matchmaker.find_group(weight, bandwidth, gather_s, may_reduce=may_reduce, norm=norm)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
@@ -320,7 +320,7 @@ class RoundRunner:
             is_outsized=is_left_out and rank in contribution.outsized,
             usual_norm=contribution.usual_norm,
             means=means,
-            may_be_lacking=bool(verdict.blamed) or driver.machine.has_lost,
+            may_be_lacking=bool(verdict.blamed),
         )
 
     def _contribution(
@@ -353,6 +353,3 @@ class RoundRunner:
             clips=clips, usual_of=trusted(group, self.matchmaker.roster),
             is_robust=self._limits is not None and self._config.aggregate == CENTERED_CLIP and norm_before is None,
         )  # fmt: skip
-
-    def _left_s(self) -> float:
-        return self._deadline - self._loop.time()

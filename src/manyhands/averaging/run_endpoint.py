@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import ASK_VERDICT, NOBODY, VerdictQuery
+from manyhands.averaging.messages import ASK_IN_ROUND, NOBODY, InRoundQuery
 from manyhands.base.address import Address
 from manyhands.base.errors import Refused, Unavailable
 from manyhands.base.identity import PeerId
@@ -94,7 +94,7 @@ class RunEndpoint:
 
     async def ping(self, peer_id: PeerId, timeout_s: float) -> None:
         """Check that a peer takes part in the run; this also opens a control connection, whose heartbeats go on."""
-        await self.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
+        await self.call(peer_id, ASK_IN_ROUND, InRoundQuery(NOBODY), timeout_s)
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
         self._endpoint.accept_bulk(self.name_of(kind), acceptor, self._gate.check)

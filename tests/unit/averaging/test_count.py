@@ -391,14 +391,14 @@ def test_the_others_exchange_again_without_guests_that_never_came() -> None:
 
 
 @pytest.mark.parametrize("fault", [{"is_violation": True}, {"is_stalled": True}])
-def test_the_word_of_guests_has_no_member_blamed_asked_or_given_up(fault: dict[str, bool]) -> None:
+def test_the_word_of_guests_has_no_member_blamed_or_given_up(fault: dict[str, bool]) -> None:
     count = Count(group_of(5), voters=range(3))
     for guest in (3, 4):
         vote = lacking()
         vote.complaints = [Complaint(2, "it lies", **fault)]
         count.add(guest, vote)
     for voter in (0, 1):
-        assert count.suspects() == count.only_stalled() == set()
+        assert count.only_stalled() == set()
         count.add(voter, vote_of(count, b"means"))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)

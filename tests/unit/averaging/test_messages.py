@@ -69,7 +69,6 @@ def test_lineages_part_at_any_difference(change: str) -> None:
         {"position": Position(4, b"lineage")},
         {"late": Late.MEMBERS},
         {"codec": 1},
-        {"time_left_s": 1.0},
         {"members": [Member(peer(rank), [], False, 1.0 + rank) for rank in range(3)]},
         {"members": [Member(peer(rank), ["/ip4/10.0.0.1/tcp/1"], False, 1.0) for rank in range(3)]},
     ],

@@ -37,8 +37,8 @@ def waits(**since: float) -> dict[PeerId, Wait]:
     return {PeerId(name): Wait(Member(PeerId(name), [], False, 1.0), at, at + P_S) for name, at in since.items()}
 
 
-def of_leader(asking: dict[PeerId, Wait], *, led_at: float = 100.0, ends_at: float = math.inf) -> LeaderWaits:
-    return leader_waits(who(), asking, P_S, stepped_at=90.0, led_at=led_at, ends_at=ends_at)
+def of_leader(asking: dict[PeerId, Wait], *, led_at: float = 100.0) -> LeaderWaits:
+    return leader_waits(who(), asking, P_S, stepped_at=90.0, led_at=led_at)
 
 
 def test_each_troubled_round_and_each_failed_attempt_halves_it_down_to_a_sixteenth() -> None:
@@ -61,10 +61,6 @@ def test_a_leader_waits_from_when_half_of_the_members_had_asked() -> None:
     assert of_leader(waits(b=95.0)).members == 103.0, "then b goes elsewhere"
     assert of_leader(waits(b=97.0, c=99.0)).members == 99.0 + P_S
     assert of_leader(waits(b=80.0, c=81.0)).members == 100.0 + LEAST_SHARE * P_S, "however early they came"
-
-
-def test_half_of_the_time_for_the_round_is_left_for_the_values() -> None:
-    assert of_leader({}, ends_at=110.0).members == 105.0
 
 
 def test_guests_have_the_time_of_a_step_and_clients_that_cannot_be_called_that_of_a_dial() -> None:

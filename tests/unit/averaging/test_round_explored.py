@@ -11,13 +11,12 @@ import pytest
 from manyhands.averaging.messages import Complaint, Group, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.round_machine import (
     Action,
-    Ask,
     BeginExchange,
     Event,
     Exchanged,
     Finish,
     GaveUp,
-    Looked,
+    LastAreLate,
     Lost,
     NobodyKnows,
     Round,
@@ -32,7 +31,6 @@ from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of
 
 LEADER = 0
-LATER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class World:
     votes: tuple[tuple[int, Vote], ...] = ()
     cast: dict[bytes, frozenset[int]] = field(default_factory=dict)  # who voted for what
     outcomes: dict[int, Verdict] = field(default_factory=dict)
-    now: float = 0.0
     trace: tuple[str, ...] = ()
 
     def copy(self, what: str) -> World:
@@ -78,12 +75,12 @@ class World:
         return (
             tuple(map(_key_of_round, self.rounds)), self.faults, self.liar, self.alive, self.stuck, self.exchanging,
             tuple(sorted((rank, _key_of_vote(vote)) for rank, vote in self.votes)),
-            tuple(sorted(self.outcomes)), self.now,
+            tuple(sorted(self.outcomes)),
         )  # fmt: skip
 
     def feed(self, rank: int, event: Event) -> World:
         """Let a member take an event in, and carry out what it decides."""
-        self.carry_out(rank, self.rounds[rank].on(event, self.now))
+        self.carry_out(rank, self.rounds[rank].on(event))
         return self
 
     def carry_out(self, rank: int, actions: list[Action]) -> None:
@@ -94,8 +91,6 @@ class World:
                     expected = self.in_exchange.setdefault(number, frozenset(members))
                     assert expected == frozenset(members), "members exchange in different groups"
                     self.exchanging |= {rank}
-                case Ask(other) if other not in self.alive or self.rounds[other].state is State.OVER:
-                    self.feed(rank, Lost(other, "it is gone"))
                 case StopExchange():
                     self.exchanging -= {rank}
                 case SendVote(vote):
@@ -150,13 +145,14 @@ class World:
                 yield after.feed(LEADER, Voted(rank, vote))
             count = self.rounds[LEADER].count
             assert count is not None
-            for rank in set(range(len(self.rounds))) - self.alive - count.lost.keys():
+            left = {rank for rank, verdict in self.outcomes.items() if verdict.manifest is None}  # in doubt
+            for rank in (set(range(len(self.rounds))) - self.alive | left) - count.lost.keys():
                 if self.rounds[LEADER].state is not State.OVER:
                     yield self.copy(f"leader notices {rank}").feed(LEADER, Lost(rank, "it is gone"))
 
     def answer(self, of: int, to: int) -> Verdict | None:
         asking = self.rounds[to]
-        verdict = self.rounds[of].answer(to, VerdictQuery(b"group", asking.exchange, len(asking.lost)))
+        verdict = self.rounds[of].answer(to, VerdictQuery(b"group", asking.exchange))
         if self.rounds[of].state is State.OVER and verdict is None:
             return Verdict(False)  # this round is not known there any more
         return copy.copy(verdict)
@@ -210,10 +206,10 @@ class World:
                 after = self.copy(f"{rank} gets stuck")
                 after.faults, after.stuck = replace(faults, stuck=faults.stuck - 1), self.stuck | {rank}
                 yield after
-            if faults.timeouts and self.rounds[rank].state in (State.VOTED, State.IN_DOUBT):
+            if faults.timeouts and self.rounds[rank].state is not State.OVER:
                 after = self.copy(f"time is over for {rank}")
                 after.faults = replace(faults, timeouts=faults.timeouts - 1)
-                yield after.feed(rank, TimeOver("no answer"))
+                yield after.feed(rank, TimeOver("no vote") if rank == LEADER else Lost(LEADER, "no answer"))
         if faults.departures and LEADER in self.alive and self.rounds[LEADER].state is not State.OVER:
             after = self.copy("the leader leaves")
             after.faults = replace(faults, departures=faults.departures - 1)
@@ -228,16 +224,15 @@ class World:
         return next(self.ordinary(), None) is None
 
     def pass_time(self) -> None:
-        """Nothing else happens: those that wait ask whom they wait for, and nobody is in doubt for ever."""
-        self.now += LATER_S
+        """Nothing else happens: the last votes are too late, and nobody is in doubt for ever."""
+        if LEADER in self.alive and (count := self.rounds[LEADER].count) is not None:
+            self.feed(LEADER, LastAreLate(count.exchange))
         for rank in sorted(self.alive):
-            self.feed(rank, Looked())
             self.feed(rank, NobodyKnows())
 
 
 def _copied(one: Round) -> Round:
     other = copy.copy(one)
-    other.times = copy.deepcopy(one.times)
     if one.count is not None:
         other.count = copy.copy(one.count)
         other.count.votes, other.count.lost = dict(one.count.votes), dict(one.count.lost)
@@ -258,7 +253,7 @@ def _key_of_round(one: Round) -> object:
         count.is_closed,
     )
     is_committed = one.verdict is not None and one.verdict.manifest is not None
-    return one.state, one.exchange, one.lost, is_committed, one.verdict is None, counted
+    return one.state, one.exchange, is_committed, one.verdict is None, counted
 
 
 def explore(

@@ -9,25 +9,22 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Again, Complaint, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.round_machine import (
-    Ask,
     AskOthers,
+    AwaitLast,
     BeginExchange,
     Exchanged,
     Finish,
-    Forget,
     GaveUp,
-    Looked,
+    LastAreLate,
     Lost,
     NobodyKnows,
     Round,
     SendVote,
     State,
     StopExchange,
-    TimeOver,
     Told,
     Voted,
 )
-from manyhands.averaging.timing import ANSWER_S
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of, peer
 
@@ -46,13 +43,13 @@ def member(group: Group = GROUP, rank: int = 2) -> Round:
     """A member that has voted, and waits for the leader."""
     one = Round(group, rank)
     assert one.begin() == [BeginExchange(0, tuple(range(len(group.members))))]
-    assert one.on(Exchanged(HELD), 0.0) == [SendVote(HELD)]
+    assert one.on(Exchanged(HELD)) == [SendVote(HELD)]
     return one
 
 
 def outcome_of(one: Round, verdict: Verdict) -> Verdict | None:
     """What a member makes of a verdict of its leader; None if it does not believe it."""
-    actions = one.on(Told(0, verdict), 1.0)
+    actions = one.on(Told(0, verdict))
     if one.state is State.IN_DOUBT:
         assert actions == [StopExchange(), AskOthers()]
         return None
@@ -132,15 +129,15 @@ def test_only_clients_cannot_exchange_again() -> None:
 
 def test_a_member_that_has_not_voted_is_not_told_to_exchange_again() -> None:
     one = Round(GROUP, 2)
-    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2]))), 0.0) == [StopExchange(), AskOthers()]
+    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2])))) == [StopExchange(), AskOthers()]
 
 
 def test_a_member_exchanges_again_and_votes_on_that() -> None:
     one = member()
-    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2]))), 1.0) == [BeginExchange(1, (0, 2))]
-    assert one.on(Exchanged(HELD), 2.0) == [], "the end of the first exchange, which came late"
+    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2])))) == [BeginExchange(1, (0, 2))]
+    assert one.on(Exchanged(HELD)) == [], "the end of the first exchange, which came late"
     vote = Vote(b"group", 1, [b"again"])
-    assert one.on(Exchanged(vote), 2.0) == [SendVote(vote)]
+    assert one.on(Exchanged(vote)) == [SendVote(vote)]
 
 
 def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
@@ -149,7 +146,7 @@ def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
     again = Verdict(False, again=Again(1, [0, 2, 3]))
     for members, is_believed in (([0, 2, 3], True), ([0, 2], False), (None, False)):
         one = member(group)
-        one.on(Told(0, again), 1.0)
+        one.on(Told(0, again))
         verdict = Verdict(True, group.manifest(DIGEST, members=members))
         assert (outcome_of(one, verdict) is not None) == is_believed
 
@@ -180,56 +177,28 @@ def test_the_reason_is_fit_for_a_log_line(reason: str) -> None:
     assert len(told.reason) <= 500
 
 
-def test_each_lost_member_is_forgotten_once() -> None:
-    one = Round(group_of(4), 3)
-    assert one.on(Told(0, Verdict(False, blamed=[peer(1)])), 0.0) == [Forget((1,))]
-    assert one.on(Told(0, Verdict(False, blamed=[peer(1), peer(2)])), 1.0) == [Forget((2,))]
-    assert one.lost == (1, 2)
-    assert one.state is State.EXCHANGING
+def test_a_leader_that_answers_without_news_is_not_asked_for_ever() -> None:
+    assert outcome_of(member(), Verdict(False)) is None
 
 
-# whom a member asks
-
-
-def test_a_member_that_waits_asks_its_leader_now_and_then() -> None:
-    one = member()
-    assert one.on(Looked(), ANSWER_S / 2) == []
-    assert one.on(Looked(), ANSWER_S) == [Ask(0)]
-    assert one.on(Looked(), ANSWER_S * 1.5) == []
-    assert one.on(Looked(), ANSWER_S * 2) == [Ask(0)]
-
-
-def test_a_leader_first_asks_members_of_which_others_complain() -> None:
-    leader = Round(group_of(4), 0)
-    assert leader.on(Looked(), 50.0) == [], "nobody has voted: the exchange goes on"
-    vote = Vote(b"group", 0, complaints=[Complaint(3, "it sent nothing")])
-    assert leader.on(Voted(1, vote), 50.0) == []
-    assert leader.on(Looked(), 50.1) == [Ask(3)]
-    assert leader.on(Looked(), 50.0 + ANSWER_S) == [Ask(2)]
-
-
-def test_members_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
+def test_members_that_sent_nothing_have_a_last_moment_to_vote() -> None:
     stalled = Vote(b"group", 0, complaints=[Complaint(2, "it sent nothing", is_stalled=True)])
-    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, hurried={2})
-    for one in (leader, hasty):
-        one.on(Exchanged(stalled), 0.0)
-        one.on(Voted(1, stalled), 0.0)
-    leader.on(Looked(), 0.1)
-    assert not leader.has_lost
-    assert leader.on(Looked(), 0.1 + ANSWER_S) == [BeginExchange(1, (0, 1))]
-    assert hasty.on(Looked(), 0.1) == [BeginExchange(1, (0, 1))]
+    leader = Round(GROUP, 0)
+    assert leader.on(Exchanged(stalled)) == []
+    assert leader.on(Voted(1, stalled)) == [AwaitLast(0)]
+    assert leader.on(LastAreLate(0)) == [BeginExchange(1, (0, 1))]
+    assert leader.on(LastAreLate(0)) == [], "of the exchange before"
 
 
 # in doubt
 
 
-@pytest.mark.parametrize("event", [Lost(0, "killed"), TimeOver("no answer")])
-def test_a_member_that_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | TimeOver) -> None:
+def test_a_member_that_loses_its_leader_asks_the_others_and_aborts_alone() -> None:
     one = member()
     assert one.answer(1, VerdictQuery(b"group")) is None
-    assert one.on(event, 1.0) == [StopExchange(), AskOthers()]
-    assert one.answer(1, VerdictQuery(b"group")) == Verdict(False, blamed=[peer(0)])
-    (finish,) = one.on(NobodyKnows(), 2.0)
+    assert one.on(Lost(0, "killed")) == [StopExchange(), AskOthers()]
+    assert one.answer(1, VerdictQuery(b"group")) == Verdict(False)
+    (finish,) = one.on(NobodyKnows())
     assert isinstance(finish, Finish)
     assert finish.verdict.manifest is None
     assert finish.verdict.blamed == [peer(0)]
@@ -238,18 +207,18 @@ def test_a_member_that_loses_its_leader_asks_the_others_and_aborts_alone(event: 
 
 def test_another_member_may_know_the_verdict() -> None:
     one = member()
-    one.on(Lost(0, "killed"), 1.0)
-    assert one.on(Told(1, Verdict(False, blamed=[peer(0)])), 1.1) == []
-    (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(DIGEST))), 1.2)
+    one.on(Lost(0, "killed"))
+    assert one.on(Told(1, Verdict(False))) == [], "it has lost the leader, too"
+    (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(DIGEST))))
     assert isinstance(finish, Finish)
     assert one.verdict is finish.verdict
-    assert one.on(NobodyKnows(), 2.0) == [], "it is over"
+    assert one.on(NobodyKnows()) == [], "it is over"
 
 
 def test_another_member_cannot_order_anything() -> None:
     one = member()
-    assert one.on(Told(1, Verdict(False, again=Again(1, [1, 2]))), 0.1) == []
-    assert one.on(Told(1, Verdict(True, OTHERS[2].manifest(DIGEST))), 0.1) == []
+    assert one.on(Told(1, Verdict(False, again=Again(1, [1, 2])))) == []
+    assert one.on(Told(1, Verdict(True, OTHERS[2].manifest(DIGEST)))) == []
     assert one.state is State.VOTED
 
 
@@ -259,25 +228,25 @@ def test_another_member_cannot_order_anything() -> None:
 def test_a_leader_that_is_left_out_goes_on_counting() -> None:
     group = group_of(4)
     leader = Round(group, 0)
-    for rank in (1, 2, 3):
-        vote = Vote(b"group", 0, complaints=[Complaint(0, "it sent nothing", is_stalled=True)])
-        leader.on(Voted(rank, vote), 0.0)
-    assert leader.on(Looked(), 0.0) == []
-    assert leader.on(Looked(), ANSWER_S) == [StopExchange()]
-    assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]))
-    assert leader.answer(1, VerdictQuery(b"group", 1, num_lost=1)) is None
+    stalled = [Complaint(0, "it sent nothing", is_stalled=True)]
     for rank in (1, 2):
-        leader.on(Voted(rank, Vote(b"group", 1, HELD.digests)), 1.0)
-    (finish,) = leader.on(Voted(3, Vote(b"group", 1, HELD.digests)), 1.0)
+        assert leader.on(Voted(rank, Vote(b"group", 0, complaints=stalled))) == []
+    assert leader.on(Voted(3, Vote(b"group", 0, complaints=stalled))) == [AwaitLast(0)]
+    assert leader.on(LastAreLate(0)) == [StopExchange()]
+    assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]))
+    assert leader.answer(1, VerdictQuery(b"group", 1)) is None
+    for rank in (1, 2):
+        leader.on(Voted(rank, Vote(b"group", 1, HELD.digests)))
+    (finish,) = leader.on(Voted(3, Vote(b"group", 1, HELD.digests)))
     assert isinstance(finish, Finish)
     assert finish.verdict.manifest is not None
     assert finish.verdict.manifest.left_out == {0}
-    assert leader.on(GaveUp("it leaves"), 2.0) == [], "it has decided"
+    assert leader.on(GaveUp("it leaves")) == [], "it has decided"
 
 
 def test_a_leader_leaves_out_a_member_that_votes_too_early() -> None:
     leader = Round(GROUP, 0)
-    leader.on(Voted(1, Vote(b"group", 1, HELD.digests)), 0.0)
+    leader.on(Voted(1, Vote(b"group", 1, HELD.digests)))
     assert leader.count is not None
     assert leader.count.lost == {1: f"{peer(1)} voted in an exchange that has not begun"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.allreduce.butterfly import Wanted
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round.times import Action, Ask, GiveUp, RoundTimes, Seen, Stragglers, VoteTimes
+from manyhands.averaging.round.times import Action, Ask, GiveUp, RoundTimes, Seen, Stragglers
 from manyhands.averaging.timing import ANSWER_S, LOOK_S
 from tests.unit.averaging.groups import group_of, peer
 
@@ -22,7 +22,7 @@ GONE = "does not answer"
 def times(num_members: int = 4, hurried: Collection[int] = (), bandwidths: list[int] | None = None) -> RoundTimes:
     """Of the member with rank 0."""
     group = group_of(num_members, **({} if bandwidths is None else {"bandwidths": bandwidths}))
-    return RoundTimes(CONFIG, group, 0, ROUND_S, ROUND_S, frozenset(hurried))
+    return RoundTimes(CONFIG, group, 0, ROUND_S, frozenset(hurried))
 
 
 class Exchange:
@@ -198,21 +198,3 @@ def test_a_hurried_member_has_four_round_trips_to_open_its_stream(rtt_s: float, 
     limits = times(3, hurried=[2])
     assert limits.stream_s(1, rtt_s) == CONFIG.stream_timeout_s
     assert limits.stream_s(2, rtt_s) == pytest.approx(limit_s)
-
-
-def test_a_member_without_a_vote_is_asked_and_at_once_if_others_complain_of_it() -> None:
-    votes = VoteTimes()
-    assert votes.to_ask([1, 2], [], 100.0) == [], "nobody has voted"
-    votes.begin(100.0)
-    assert votes.to_ask([1, 2], [2], 100.25) == [2]
-    assert votes.to_ask([1, 2], [2], 102.0) == [1]
-    assert votes.to_ask([1, 2], [2], 102.25) == [2]
-
-
-def test_a_member_that_sent_nothing_has_little_time_for_its_vote_once_it_is_the_last() -> None:
-    votes = VoteTimes()
-    assert not votes.have_stalled([2], 1.0)
-    assert not votes.have_stalled([], 2.0)
-    assert not votes.have_stalled([2], 2.5)
-    assert not votes.have_stalled([2], 4.0)
-    assert votes.have_stalled([2], 4.5)

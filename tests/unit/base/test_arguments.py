@@ -27,7 +27,7 @@ NAN = float("nan")
         ),
         ({"stream_timeout_s": -1}, "stream_timeout_s=-1 must be a finite number above 0; for example 10"),
         ({"in_doubt_timeout_s": NAN}, "in_doubt_timeout_s=nan must be a finite number above 0; for example 3"),
-        ({"matchmaking_time_s": 60}, "matchmaking_time_s=60 and averaging_timeout_s=60.0: a round needs time after"),
+        ({"matchmaking_time_s": 60}, "matchmaking_time_s=60 and averaging_timeout_s=60.0: the search for a group must"),
         ({"error_feedback": "no"}, "error_feedback='no' must be True or False"),
         ({"chunk_bytes": 4096.0}, "chunk_bytes=4096.0 must be a whole number; for example"),
         ({"chunk_bytes": 4097}, "chunk_bytes=4097 is not a multiple of 4; for example"),

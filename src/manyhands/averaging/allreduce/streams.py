@@ -140,11 +140,6 @@ class PartnerStreams:
         if not self._endpoint.is_connected(peer_id):
             await self._endpoint.ping(peer_id, within_s)
 
-    def lose(self, peer_id: PeerId) -> None:
-        """The leader has lost a peer: stop waiting for its stream, unless that peer is connected to this one."""
-        if not self._endpoint.is_connected(peer_id):
-            self._on_lost(peer_id)
-
     def give_up(self, peer_id: PeerId) -> None:
         """Stop waiting for the stream of a peer that has given up its round."""
         self._give_up(peer_id, PeerLost(peer_id, "it gave the round up before it opened its stream"))

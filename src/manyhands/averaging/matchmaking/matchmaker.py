@@ -102,7 +102,6 @@ class Matchmaker:
         self._tasks = TaskOwner("matchmaking")
         self._found: asyncio.Future[Group] | None = None
         self._own: Member | None = None
-        self._ends_at = math.inf
         self._asking: asyncio.Task[None] | None = None
         self._waiting: dict[PeerId, asyncio.Future[JoinResponse]] = {}  # the answers to peers that asked here
         self._ways: dict[PeerId, Ways] = {}  # of clients that asked here, to other clients
@@ -133,7 +132,6 @@ class Matchmaker:
         weight: float,
         bandwidth: int,
         gather_s: float | None = None,
-        timeout_s: float = math.inf,
         *,
         may_reduce: bool = True,
         norm: float = 0.0,
@@ -143,7 +141,6 @@ class Matchmaker:
         Args:
             bandwidth: this peer's uplink in bytes per second; 0 if unknown.
             gather_s: how long to wait for the others, instead of ``matchmaking_time_s``.
-            timeout_s: this peer's time for the round, including this search.
             may_reduce: whether this peer should own a span.
             norm: of this peer's values, where the round clips.
         Raises:
@@ -161,13 +158,12 @@ class Matchmaker:
             may_reduce,
             norm=norm,
         )
-        self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
         self._found = found
         is_broken_off = True
         try:
             patience_s = self._config.matchmaking_time_s if gather_s is None else gather_s
-            self._on(matchmaking_machine.Due(self._own, patience_s, self._ends_at))
+            self._on(matchmaking_machine.Due(self._own, patience_s))
             group = await found
             is_broken_off = False
             return group
@@ -284,7 +280,6 @@ class Matchmaker:
     def _group(self, members: Sequence[Member], late: int) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
-        left_s = self._ends_at - self._loop.time()
         hurried = self.hurried(members)
         met = met_clients(members, self._ways)
         return Group(
@@ -303,7 +298,6 @@ class Matchmaker:
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
-            time_left_s=max(left_s, 0.0) if left_s <= DAY_S else 0.0,
             late=int(late),
         )
 
@@ -323,7 +317,6 @@ class Matchmaker:
         assert own is not None
         if not self._endpoint.is_connected(leader):
             self._reach_all()
-        timeout_s = ask_s(patience_s, self._ends_at - self._loop.time())
         clients = self._other_clients()
         ways = self._ways_to(clients)
         self._greet_unmet(clients)
@@ -331,7 +324,7 @@ class Matchmaker:
             self._run_fingerprint, position, own, min(patience_s, DAY_S), sorted(ways.punched), sorted(ways.relayed)
         )
         try:
-            response = await self._endpoint.call(leader, JOIN, request, timeout_s)
+            response = await self._endpoint.call(leader, JOIN, request, ask_s(patience_s))
         except (Unavailable, PeerError) as error:
             self._failed(leader, *_code_and_reason(error))
         else:

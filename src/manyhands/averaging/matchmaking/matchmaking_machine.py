@@ -108,7 +108,6 @@ class Due:
 
     member: Member
     patience_s: float  # how long to wait for the others, in the first attempt after a calm round
-    ends_at: float = math.inf  # end of this peer's time for the round
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,6 @@ class Matchmaking:
         self.wake_at = math.inf
         self._own: Member | None = None
         self._full_s = 0.0  # patience in the first attempt after calm rounds
-        self._ends_at = math.inf
         self._stepped_at = now
         self._begin_anew(None)
 
@@ -341,10 +339,9 @@ class Matchmaking:
         """Take an event in; returns what to do. ``who`` is what is known of the attendees now."""
         actions = self._moved(who) if who.position != self._position else []
         match event:
-            case Due(member, full_s, ends_at):
+            case Due(member, full_s):
                 self._own = member
                 self._full_s = full_s
-                self._ends_at = ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
@@ -534,10 +531,7 @@ class Matchmaking:
             return self._close(frozenset(), frozenset(), who)
         away = self._waits.keys() | self._elsewhere | self._ahead
         members, guests = who.members - away, who.guests - away
-        until = leader_waits(
-            who, self._waits, self._patience(who),
-            stepped_at=self._stepped_at, led_at=self._led_at, ends_at=self._ends_at,
-        )  # fmt: skip
+        until = leader_waits(who, self._waits, self._patience(who), stepped_at=self._stepped_at, led_at=self._led_at)
         if now >= until.far:
             members, guests = members - who.far, guests - who.far
         if (members and now < until.members) or (guests and now < until.guests):

@@ -9,8 +9,7 @@ a leader                members                   its patience from when half of
                                                   that was earlier: so one that asks early changes nothing; at least a
                                                   quarter of it from when it led, as some may be in mid-batch
 a leader                members, at most          until the last peer that has asked would go elsewhere, but for the
-                                                  quarter above; and for half of the leader's time for the round, as
-                                                  the values need the other half
+                                                  quarter above
 a leader                guests, all together      as long as the step took; a tenth of that while one of the last 16
                                                   rounds waited in vain for any peer; at most as long as for members
 a leader                clients that it cannot    a dial: by then they could have connected to it
@@ -61,17 +60,13 @@ def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: f
     return max(halved_s, min(BATCH_MARGIN * batch_s, full_s))
 
 
-def ask_s(patience_s: float, left_s: float) -> float:
+def ask_s(patience_s: float) -> float:
     """Seconds after which a leader that has not answered is passed over.
 
     A leader answers at the end of the patience that it is told. Its answer may take a dial longer, but no longer than
-    the patience itself, and half of the time for the attempt that is left stays for the next leader.
-
-    Args:
-        left_s: seconds left of this peer's time for the attempt.
+    the patience itself.
     """
-    spare_s = max(left_s - patience_s, 0.0)
-    return patience_s + min(patience_s, DIAL_S, spare_s / 2)
+    return patience_s + min(patience_s, DIAL_S)
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,6 @@ def leader_waits(
     *,
     stepped_at: float,
     led_at: float,
-    ends_at: float,
 ) -> LeaderWaits:
     """The instants until which a leader waits for the others; all times are of one clock.
 
@@ -108,13 +102,11 @@ def leader_waits(
         patience_s: the leader's patience.
         stepped_at: when the last step was made.
         led_at: when it began to lead.
-        ends_at: the end of its time for the round.
     """
     heeded = [wait for peer_id, wait in waits.items() if who.heeds(peer_id)]
     most_came_at = min(half_came_at(who, waits), led_at)
     gives_up_at = max((wait.until for wait in heeded), default=math.inf)
     members = max(min(most_came_at + patience_s, gives_up_at), led_at + LEAST_SHARE * patience_s)
-    members = min(members, (led_at + ends_at) / 2)
     guests_s = max(led_at - stepped_at, 0.0) * (1.0 if who.waits_for_guests else GUEST_SHARE)
     return LeaderWaits(members, min(led_at + guests_s, members), led_at + DIAL_S)
 

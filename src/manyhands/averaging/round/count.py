@@ -111,10 +111,6 @@ class Count:
         """Members that may still vote on this exchange."""
         return self._live() - self.votes.keys()
 
-    def suspects(self) -> set[int]:
-        """Members of which voters complain, and that have not voted."""
-        return {said.about for said in self._said()} & self.missing()
-
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing.
 

@@ -8,7 +8,7 @@
     ------                                        ------
     ASK_VERDICT, once, open for the whole round ──>
     exchange, then VOTE ─────────────────────────>  counts
-                       <── news for this member ──  committed, aborted, again, members lost
+                       <── news for this member ──  committed, aborted, again
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -35,10 +36,10 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.round import round_machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
-from manyhands.averaging.round.round_machine import Action, Event, Round
+from manyhands.averaging.round.round_machine import Action, Event, Round, State
 from manyhands.averaging.round.times import RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, SLOW_ANSWER_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -80,12 +81,13 @@ class RoundDriver:
         self._contribution = contribution
         self._times = times
         self.group = contribution.group
-        self.machine = Round(self.group, contribution.rank, times.hurried, voters)
+        self.machine = Round(self.group, contribution.rank, voters)
         self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
         self.rate: float | None = None
         self.was_moving = False
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
+        self._here = {contribution.rank}  # members that have asked here how the round goes on
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._loop.time()
@@ -104,9 +106,10 @@ class RoundDriver:
         self._endpoint.on_lost.append(self._on_lost)
         try:
             self._carry_out(self.machine.begin())
-            self._tasks.spawn(self._look(), name="looking after the others")
             if self.machine.count is None:
                 self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
+            else:
+                self._tasks.spawn(self._miss(), name="looking who came to the round")
             await asyncio.wait([self._over])
             verdict = self._over.result()
             if verdict.manifest is not None and self._exchanging is not None:
@@ -129,10 +132,18 @@ class RoundDriver:
 
     # what the others ask
 
-    async def answer(self, rank: int, query: VerdictQuery) -> Verdict:
-        """Wait for news for a member that asks how the round goes on. It has no limit of its own: use a timeout."""
-        await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
-        return self.machine.answer(rank, query) or Verdict(False, None, "the asked peer does not know how it ended")
+    async def answer(self, rank: int, query: VerdictQuery) -> Verdict | None:
+        """Wait for news for a member that asks how the round goes on; None if this peer does not know how it ended.
+
+        It has no limit of its own: use a timeout.
+        """
+        self._here.add(rank)
+        try:
+            await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
+        except asyncio.CancelledError:  # it does not ask any more: its own round has ended, or its connection
+            self._lose(rank)
+            raise
+        return self.machine.answer(rank, query)
 
     def vote(self, rank: int, vote: Vote) -> None:
         """Count the vote of another member, as the leader."""
@@ -143,7 +154,7 @@ class RoundDriver:
     # the machine
 
     def _on(self, event: Event) -> None:
-        self._carry_out(self.machine.on(event, self._loop.time()))
+        self._carry_out(self.machine.on(event))
         self._news.wake()
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -157,16 +168,14 @@ class RoundDriver:
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
                 case round_machine.StopExchange():
                     self._stop_exchange()
-                    self._wait_for_others()
+                    self._wait_for_votes()
                 case round_machine.SendVote(vote):
                     self._tasks.spawn(self._send(vote), name="voting")
-                case round_machine.Ask(rank):
-                    self._tasks.spawn(self._ask(rank), name="asking a member whether it is there")
+                case round_machine.AwaitLast(exchange):
+                    late = round_machine.LastAreLate(exchange)
+                    self._tasks.spawn(self._tell_later(late, ANSWER_S), name="waiting for the last votes")
                 case round_machine.AskOthers():
                     self._tasks.spawn(self._ask_others(), name="asking the others how it ended")
-                case round_machine.Forget(ranks):
-                    for rank in ranks:
-                        self._partners.lose(self.group.members[rank].peer_id)
                 case round_machine.Finish(verdict):
                     self._count_time()
                     if not self._over.done():
@@ -175,7 +184,10 @@ class RoundDriver:
     def _on_lost(self, peer_id: PeerId) -> None:
         rank = self.group.rank_of(peer_id)
         if rank is not None and self.machine.count is not None:
-            self._on(round_machine.Lost(rank, f"{peer_id} was lost before it voted"))
+            self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        self._on(round_machine.Lost(rank, f"{self.group.members[rank].peer_id} was lost before it voted"))
 
     def _count_time(self) -> None:
         """Add the time since the last change to that of the exchange, or of the vote."""
@@ -203,7 +215,7 @@ class RoundDriver:
             self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
         self._count_time()
         self._exchanging = None
-        self._wait_for_others()
+        self._wait_for_votes()
         self._on(round_machine.Exchanged(vote))
 
     def _stop_exchange(self) -> None:
@@ -214,44 +226,48 @@ class RoundDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _wait_for_others(self) -> None:
-        """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
+    def _wait_for_votes(self) -> None:
+        """Limit the leader's wait for the votes of the others."""
         if self.machine.count is not None:
-            seconds, what = self._times.left_s(self._loop.time()), "vote"
-        else:
-            seconds, what = self._times.verdict_s, "answer"
-        over = round_machine.TimeOver(f"no {what} within {seconds:.3g} s")
-        self._timer = self._loop.call_later(seconds, self._on, over)
+            seconds = self._times.left_s(self._loop.time())
+            over = round_machine.TimeOver(f"no vote within {seconds:.3g} s")
+            self._timer = self._loop.call_later(seconds, self._on, over)
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self._on(round_machine.Looked())
+    async def _tell_later(self, event: Event, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._on(event)
+
+    async def _miss(self) -> None:
+        """As the leader: a member that has not asked how the round goes on is in another round, or in none."""
+        await asyncio.sleep(SLOW_ANSWER_S)
+        for rank, member in enumerate(self.group.members):
+            if rank not in self._here:
+                self._on(round_machine.Lost(rank, f"{member.peer_id} did not come to the round"))
 
     # calls of others
 
     async def _ask_leader(self) -> None:
         """Keep one question to the leader open for as long as the round goes on."""
-        state = self.machine
-        while not self._over.done():
-            query = VerdictQuery(self.group.group_id, state.exchange, len(state.lost))
-            before = query.exchange, query.num_lost
-            if (answer := await self._call_leader(ASK_VERDICT, query, self._times.question_s)) is None:
-                return
-            self._on(round_machine.Told(state.leader, answer))
-            if (state.exchange, len(state.lost)) == before:  # the leader has not come to the round yet
-                await asyncio.sleep(LOOK_S)
+        while self.machine.state not in (State.IN_DOUBT, State.OVER):
+            query = VerdictQuery(self.group.group_id, self.machine.exchange)
+            answer = await self._call_leader(ASK_VERDICT, query, self._times.question_s)
+            if answer is not None:
+                self._on(round_machine.Told(self.machine.leader, answer))
 
     async def _send(self, vote: Vote) -> None:
-        await self._call_leader(VOTE, vote, self._times.vote_s(self._loop.time()))
+        await self._call_leader(VOTE, vote, self._times.vote_s)
 
-    async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
-        """Call the leader, again if a connection breaks. Once the leader is lost, tell the machine and return None."""
+    async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: Callable[[float], float]) -> Any:
+        """Call the leader, again if a connection breaks. Once the leader is lost, tell the machine and return None.
+
+        Args:
+            timeout_s: the limit of a call that begins now.
+        """
         leader, reason = self.group.leader, ""
         for _ in range(CALLS_TO_LEADER):
             try:
-                return await self._endpoint.call(leader, method, request, timeout_s)
-            except Refused as refusal:  # the leader has not come to the round yet
+                return await self._endpoint.call(leader, method, request, timeout_s(self._loop.time()))
+            except Refused as refusal:  # it has not come to the round yet, or was started again
                 reason = reason or str(refusal)
                 await asyncio.sleep(LOOK_S)
             except Timeout as error:
@@ -268,18 +284,6 @@ class RoundDriver:
 
     def _answer_s(self, rank: int) -> float:
         return self._times.answer_s(rank, self._rates.get(rank, 0.0))
-
-    async def _ask(self, rank: int) -> None:
-        """Ask a member whether it is in this round, or still waits for the leader's answer."""
-        peer_id = self.group.members[rank].peer_id
-        query = InRoundQuery(self.group.group_id, self.group.leader)
-        try:
-            answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
-        except (Unavailable, PeerError) as error:
-            self._on(round_machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
-            return
-        if not answer.is_in:
-            self._on(round_machine.Lost(rank, f"{peer_id} is in another round, or in none"))
 
     async def _ask_others(self) -> None:
         """In doubt: each other member answers when it knows the verdict, or has lost the leader too."""
@@ -375,10 +379,11 @@ class Answers:
         driver = self._rounds.get(query.group_id)
         rank = driver.group.rank_of(remote) if driver is not None else None
         if driver is None or rank is None:
-            unknown = Verdict(False, None, "the asked peer does not know this round")
-            answer = self._verdicts.get(query.group_id, unknown)
+            answer = self._verdicts.get(query.group_id)
         else:
             answer = await driver.answer(rank, query)
+        if answer is None:
+            raise Refused(self._endpoint.peer_id, "unknown_group", "this peer does not know how that round goes on")
         if answer.is_known and query.group_id == self._last_led:
             self._untold.discard(remote)
             self._news.wake()

@@ -14,8 +14,6 @@ exchanging, voted    told: again, with this member                  exchanging  
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
 in doubt                                                                        asks members other than the leader for
                                                                                 them (``StepRounds._lacking_means``)
-exchanging, voted    told: members are lost                         the same    do not wait for their streams
-voted                the leader says nothing for ``ANSWER_S``       voted       ask it whether it is in the round
 exchanging, voted    the leader is lost, breaks the protocol, or    in doubt    stop; ask all others how it ended
                      gives no verdict in time
 in doubt             none of them knows it, or the time is over     over        abort, for this member alone
@@ -25,14 +23,10 @@ The leader of the group is a member like the others, and also counts the votes (
 
 ===================  =============================================  ==========  ========================================
 the leader, until    a vote, or a member is lost                    by count    decide; tell those that ask
-it has decided       others have voted: a member that has not, and  the same    ask it whether it is in the round
-                     of which others complain, or which says
-                     nothing for ``ANSWER_S``
-                     only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
+it has decided       only members have not voted that, as voters    the same    give them ``ANSWER_S``, then they are
+                     say, sent nothing                                          lost
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
-                     this process stood still for                   by count    the same: the others may have left
-                     ``TWO_ANSWERS_S``
 ===================  =============================================  ==========  ========================================
 
 The driver (:class:`.driver.RoundDriver`) raises the events:
@@ -43,13 +37,12 @@ event                 raised by
 :class:`Exchanged`    the end of this member's :class:`.exchange.Exchange`
 :class:`Voted`        a ``VOTE`` call of another member, to the leader
 :class:`Told`         the answer to an ``ASK_VERDICT`` call: to the leader, or in doubt to any other member
-:class:`Lost`         to the leader: a broken connection; to any member: an ``ASK_IN_ROUND`` call that failed or whose
-                      answer is no, or calls to the leader that failed
+:class:`Lost`         to the leader: a broken connection, the end of a member's ``ASK_VERDICT`` call, or none within
+                      ``SLOW_ANSWER_S``; to any other member: calls to the leader that failed, or had no answer in time
 :class:`NobodyKnows`  the end of the ``ASK_VERDICT`` calls of a member in doubt, or of the time for them
-:class:`TimeOver`     a timer, which starts at the end of this member's exchange
-:class:`GaveUp`       ``RoundDriver.run``, when it is cancelled or fails; ``Answers.close``, when this peer leaves;
-                      :meth:`Round.on` itself, for a leader whose process stood still
-:class:`Looked`       a timer, every ``LOOK_S``
+:class:`TimeOver`     a timer, which starts at the end of the leader's own exchange
+:class:`LastAreLate`  a timer, ``ANSWER_S`` after :class:`AwaitLast`
+:class:`GaveUp`       ``RoundDriver.run``, when it is cancelled or fails; ``Answers.close``, when this peer leaves
 ====================  ================================================================================================
 
 Only the leader decides. A member that aborts in doubt while others committed is behind: the lineage in the progress
@@ -59,7 +52,6 @@ records shows this, and the member follows the others. It never passes on what i
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -68,7 +60,6 @@ import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
-from manyhands.averaging.round.times import VoteTimes, has_left
 from manyhands.rpc.frames import readable
 
 
@@ -122,9 +113,16 @@ class NobodyKnows:
 
 @dataclass(frozen=True)
 class TimeOver:
-    """This member has waited as long as it may since it voted."""
+    """To the leader: the time for the votes is over."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class LastAreLate:
+    """To the leader: the members that it waited for last have had their time."""
+
+    exchange: int
 
 
 @dataclass(frozen=True)
@@ -134,12 +132,7 @@ class GaveUp:
     reason: str
 
 
-@dataclass(frozen=True)
-class Looked:
-    """A little time has passed; comes several times a second."""
-
-
-Event: TypeAlias = Exchanged | Voted | Lost | Told | NobodyKnows | TimeOver | GaveUp | Looked
+Event: TypeAlias = Exchanged | Voted | Lost | Told | NobodyKnows | TimeOver | LastAreLate | GaveUp
 
 
 # actions
@@ -166,22 +159,15 @@ class SendVote:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Ask a member whether it is in the round; :class:`Lost` follows if it is not."""
+class AwaitLast:
+    """Only members that sent the others nothing have not voted: :class:`LastAreLate` comes in a moment."""
 
-    rank: int
+    exchange: int
 
 
 @dataclass(frozen=True)
 class AskOthers:
     """Ask all members but the leader how the round ended."""
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Do not wait for the streams of members that are lost."""
-
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -191,14 +177,13 @@ class Finish:
     verdict: Verdict
 
 
-Action: TypeAlias = BeginExchange | StopExchange | SendVote | Ask | AskOthers | Forget | Finish
+Action: TypeAlias = BeginExchange | StopExchange | SendVote | AwaitLast | AskOthers | Finish
 
 
 class Round:
     """One member's view of a round.
 
     Args:
-        hurried: ranks of members for which nobody waits long.
         voters: ranks whose votes count; by default all.
 
     Attributes:
@@ -207,13 +192,9 @@ class Round:
         voters: ranks whose votes count.
         count: the count of the votes, if this member leads; else None.
         verdict: the leader's decision, for others that ask; None as long as this member does not know it.
-        lost: ranks of the members that, as the leader has said, are lost.
-        times: of this exchange.
     """
 
-    def __init__(
-        self, group: Group, rank: int, hurried: Collection[int] = (), voters: Collection[int] | None = None
-    ) -> None:
+    def __init__(self, group: Group, rank: int, voters: Collection[int] | None = None) -> None:
         leader = group.rank_of(group.leader)
         assert leader is not None
         self.group = group
@@ -225,77 +206,53 @@ class Round:
         self.voters = self.members if voters is None else frozenset(voters)
         self.count = Count(group, self.voters) if rank == leader else None
         self.verdict: Verdict | None = None
-        self.lost: tuple[int, ...] = ()
-        self._hurried = frozenset(hurried)
         self._reason = ""  # why this member lacks the result
         self._vote: Vote | None = None  # on the exchange that this member is in
-        self._last_event_at = math.inf
-        self.times = VoteTimes()
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether a member is known to be lost."""
-        return bool(self.count.lost if self.count is not None else self.lost)
+        self._awaits_last_in = -1  # the exchange in which this leader waits for the last votes
 
     def begin(self) -> list[Action]:
         """The first exchange, of all members."""
         return [BeginExchange(0, tuple(range(len(self.group.members))))]
 
-    def on(self, event: Event, now: float) -> list[Action]:
-        """Take an event in; returns what to do.
-
-        Args:
-            now: seconds, of any clock that does not go back.
-        """
+    def on(self, event: Event) -> list[Action]:
+        """Take an event in; returns what to do."""
         if self.state is State.OVER:
             return []
-        stood_still_s = now - self._last_event_at
-        self._last_event_at = now
-        if self.count is not None and has_left(stood_still_s):
-            event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
             case Exchanged(vote):
-                return self._exchanged(vote, now)
+                return self._exchanged(vote)
             case Told(rank, verdict):
                 return self._told(rank, verdict)
-            case Looked():
-                return self._looked(now)
             case NobodyKnows():
                 return self._abort_alone() if self.state is State.IN_DOUBT else []
             case Lost(rank, reason) if self.count is None:
                 return self._doubt(reason) if rank == self.leader else []
-            case TimeOver(reason) if self.count is None:
-                return self._doubt(reason)
             case GaveUp() if self.count is None:
                 return []  # the others notice that it is gone
             case _:
-                return self._counted(event, now)
+                return self._counted(event)
 
     def answer(self, rank: int, query: VerdictQuery) -> Verdict | None:
         """The answer to a member that asks how the round goes on; None while there is no news for it."""
         if self.verdict is not None:
             return self.verdict
         if self.count is None:
-            in_doubt = Verdict(False, blamed=[self.group.leader])
-            return in_doubt if self.state is State.IN_DOUBT else None
-        again, lost = self.count.again, self.count.lost
+            return Verdict(False) if self.state is State.IN_DOUBT else None
+        again = self.count.again
         if again is not None and query.exchange < again.exchange and rank in again.members:
             return Verdict(False, again=again)
-        if len(lost) > query.num_lost:
-            return Verdict(False, blamed=[self.group.members[other].peer_id for other in lost])
         return None
 
     # a member
 
-    def _exchanged(self, vote: Vote, now: float) -> list[Action]:
+    def _exchanged(self, vote: Vote) -> list[Action]:
         if self.state is not State.EXCHANGING or vote.exchange != self.exchange:
             return []
         self.state = State.VOTED
         self._reason = vote.reason
         self._vote = vote
         if self.count is not None:
-            return self._counted(Voted(self.rank, vote), now)
-        self.times.begin(now)
+            return self._counted(Voted(self.rank, vote))
         return [SendVote(vote)]
 
     def _told(self, rank: int, verdict: Verdict) -> list[Action]:
@@ -307,14 +264,9 @@ class Round:
         verdict.blamed = [peer_id for peer_id in verdict.blamed if self.group.rank_of(peer_id) is not None]
         if verdict.is_known:
             return self._finish(verdict)
-        if rank != self.leader or self.state is State.IN_DOUBT:
+        if rank != self.leader or verdict.again is None:
             return []
-        if verdict.again is not None:
-            return self._exchange_again(verdict.again)
-        ranks = {self.group.rank_of(peer_id) for peer_id in verdict.blamed} - {None, *self.lost}
-        new = tuple(sorted(other for other in ranks if other is not None))
-        self.lost += new
-        return [Forget(new)] if new else []
+        return self._exchange_again(verdict.again)
 
     def _flaw(self, verdict: Verdict) -> str:
         """Why a leader that keeps to the rules cannot have decided this; empty if it can."""
@@ -328,7 +280,7 @@ class Round:
             if vote and manifest.digest == vote.digest and (parts, members) != (vote.parts, self.members):
                 return "a verdict that names other contributors than this member has heard"
         if again is None:
-            return ""
+            return "" if verdict.is_known else "an answer without news"
         ranks, number = again.members, again.exchange
         is_next = self.state is State.VOTED and number == self.exchange + 1 < MAX_EXCHANGES
         num_members = len(self.group.members)
@@ -355,7 +307,6 @@ class Round:
         self.exchange = again.exchange
         self.members = frozenset(again.members)
         self._reason = ""
-        self.times = VoteTimes()
         if self.rank not in again.members:  # only the leader can be here: it goes on counting
             self.state = State.VOTED
             return [StopExchange()]
@@ -368,7 +319,7 @@ class Round:
 
     # the leader
 
-    def _counted(self, event: Event, now: float) -> list[Action]:
+    def _counted(self, event: Event) -> list[Action]:
         count = self.count
         assert count is not None
         match event:
@@ -380,9 +331,11 @@ class Round:
                     msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.complaints
                 ]
                 count.add(rank, vote)
-                self.times.begin(now)
             case Lost(rank, reason):
                 count.lose(rank, reason)
+            case LastAreLate(exchange) if exchange == count.exchange:
+                for rank in count.only_stalled():  # this leader may be one of them
+                    count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
             case TimeOver(reason):
                 count.close(reason)
             case GaveUp(reason):
@@ -392,28 +345,12 @@ class Round:
     def _decide(self) -> list[Action]:
         assert self.count is not None
         decision = self.count.decide()
-        if isinstance(decision, Verdict):
-            return self._finish(decision)
-        return self._exchange_again(decision) if decision is not None else []
-
-    # both
-
-    def _looked(self, now: float) -> list[Action]:
-        """Ask the members that are waited for whether they are still there; the leader gives up those that stall."""
-        if self.count is None:
-            return self._ask([self.leader], (), now) if self.state is State.VOTED else []
-        if not self.count.votes:
-            return []
-        stalled = self.count.only_stalled()
-        given_up = stalled if self.times.have_stalled(stalled, now) else stalled & self._hurried
-        for rank in given_up:  # this leader may be one of them
-            self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
-        if given_up:
-            return self._decide()
-        return self._ask(self.count.missing() - {self.rank}, self.count.suspects(), now)
-
-    def _ask(self, waited_for: Collection[int], suspects: Collection[int], now: float) -> list[Action]:
-        return [Ask(rank) for rank in self.times.to_ask(waited_for, suspects, now)]
+        if decision is None:
+            if self._awaits_last_in == self.count.exchange or not self.count.only_stalled():
+                return []
+            self._awaits_last_in = self.count.exchange
+            return [AwaitLast(self.count.exchange)]
+        return self._finish(decision) if isinstance(decision, Verdict) else self._exchange_again(decision)
 
 
 def _are_whole(group: Group, parts: Sequence[SpanResult]) -> bool:

@@ -23,18 +23,10 @@ A partner that answers is waited for until one of the last three rows applies: o
 Its pace counts only the time in which the reducer waited for it. A *hurried* member is a guest for which nobody waits
 long (:meth:`manyhands.averaging.roster.Roster.is_hurried`).
 
-For the votes (:class:`VoteTimes`):
-
-===========  ========================================================  =================================================
-a member     when                                                      then
-===========  ========================================================  =================================================
-is asked     it is waited for since ``ANSWER_S``; at once if others    asked again after ``ANSWER_S``
-             complain of it
-is stalled   only members that sent nothing to the others have not     lost, and the votes that are there decide
-             voted for ``ANSWER_S``; if hurried, at once
-has left     its process stood still for ``TWO_ANSWERS_S``: those      a leader decides by the votes that are there
-             that waited for it have asked it meanwhile
-===========  ========================================================  =================================================
+A member without a vote is waited for until it does not ask any more how the round goes on, or its control connection
+ends: at once if it is killed, after 8.5 s if it is frozen or off the network. Once only members have not voted that, as
+voters say, sent nothing, they have ``ANSWER_S``. So one that votes at once, and says that of all others, does not have
+them left out.
 
 The limits of whole phases are methods of :class:`RoundTimes`.
 """
@@ -42,7 +34,7 @@ The limits of whole phases are methods of :class:`RoundTimes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,8 +69,8 @@ class RoundTimes:
 
     Attributes:
         rank: rank of this member.
-        deadline: when this peer's time for the round is over.
-        ends_at: when the leader's time for it is over, if that is earlier; a member must send its values by then.
+        deadline: when the time for the exchanges and votes is over. It counts from when the group has formed, so it is
+            the same instant for all members.
         hurried: ranks of members for which nobody waits long, see
             :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
     """
@@ -87,13 +79,12 @@ class RoundTimes:
     group: Group
     rank: int
     deadline: float
-    ends_at: float
     hurried: frozenset[int] = frozenset()
 
     # of an exchange
 
     def left_s(self, now: float) -> float:
-        """Limit of an exchange, and of the wait for the votes after it."""
+        """Limit of an exchange, and of the leader's wait for the votes after it."""
         return max(self.deadline - now, MOMENT_S)
 
     def stream_s(self, rank: int, rtt_s: float) -> float:
@@ -123,15 +114,9 @@ class RoundTimes:
         """Limit of the call that brings a vote to the leader."""
         return self.left_s(now) + ANSWER_S
 
-    @property
-    def verdict_s(self) -> float:
-        """Limit of a member's wait for the verdict after its vote: the leader may have begun later."""
-        return self.config.averaging_timeout_s + LATE_ANSWER_S
-
-    @property
-    def question_s(self) -> float:
-        """Limit of the question to the leader how the round goes on: an exchange, then the wait for the verdict."""
-        return self.config.averaging_timeout_s + self.verdict_s
+    def question_s(self, now: float) -> float:
+        """Limit of the question to the leader how the round goes on, until the verdict that follows the last votes."""
+        return self.left_s(now) + LATE_ANSWER_S
 
     @property
     def in_doubt_s(self) -> float:
@@ -209,7 +194,7 @@ class Stragglers:
         self._num_bytes = num_bytes
         self._span_bytes = span_bytes
         self._began = self._looked_at = began
-        self._round_s = times.ends_at - began
+        self._round_s = times.deadline - began
         self._partners = {rank: _Partner() for rank in num_bytes}
 
     def looked(
@@ -334,47 +319,3 @@ class Stragglers:
 
     def _name(self, rank: int) -> str:
         return f"peer {self._times.group.members[rank].peer_id}"
-
-
-# votes
-
-
-class VoteTimes:
-    """Times the leader's wait for the votes on one exchange, or a member's wait for its leader."""
-
-    def __init__(self) -> None:
-        self._since = math.inf
-        self._asked_at: dict[int, float] = {}
-        self._stalled_since: float | None = None
-
-    def begin(self, now: float) -> None:
-        """The first vote has come, or been sent."""
-        self._since = min(self._since, now)
-
-    def to_ask(self, waited_for: Collection[int], suspects: Collection[int], now: float) -> Sequence[int]:
-        """The members to ask now whether they are in the round."""
-        due = [
-            rank
-            for rank in sorted(waited_for)
-            if now - self._asked_at.get(rank, -math.inf if rank in suspects else self._since) >= ANSWER_S
-        ]
-        self._asked_at.update(dict.fromkeys(due, now))
-        return due
-
-    def have_stalled(self, stalled: Collection[int], now: float) -> bool:
-        """Whether the members that sent nothing have held up all others for too long; call it at every look.
-
-        Args:
-            stalled: these members, if nobody else is waited for.
-        """
-        if not stalled:
-            self._stalled_since = None
-            return False
-        if self._stalled_since is None:
-            self._stalled_since = now
-        return now - self._stalled_since >= ANSWER_S
-
-
-def has_left(stood_still_s: float) -> bool:
-    """Whether the others have gone on without a peer whose process stood still for so long."""
-    return stood_still_s > TWO_ANSWERS_S

@@ -45,10 +45,7 @@ LEFT = "this peer left the run, as its optimizer or the peer itself was closed; 
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
-    """The time limit of one attempt at averaging, in seconds.
-
-    It allows for a leader that begins its round, with a time limit of its own, late in this peer's attempt.
-    """
+    """The time limit of one attempt at averaging, in seconds: the search for a group, the round, and what follows."""
     return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + TWO_DIALS_S
 
 
