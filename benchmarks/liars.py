@@ -42,10 +42,11 @@ from typing import Any
 import torch
 from _command_line import Parser, json_path, positive_int, run, write_json
 
+from manyhands.averaging.allreduce import partition
 from manyhands.averaging.allreduce.centered_clip import centered_clip
 from manyhands.averaging.allreduce.checks import SpanCheck, Told
 from manyhands.averaging.codecs import NONE, plan_of, shares_of
-from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL, Group, Member, Position
+from manyhands.averaging.messages import Group, Member, Position
 from manyhands.averaging.roster import Attendance, Roster
 from manyhands.averaging.round import limits
 from manyhands.base.identity import PeerId
@@ -137,7 +138,7 @@ class Attack:
 ATTACKS = {
     "flip x1": Attack(-1.0),
     "flip x9": Attack(-9.0),
-    "flip x10": Attack(-10.0),
+    "flip x1000": Attack(-1000.0),
     "weight x100": Attack(-1.0, weight=100.0),
     "late weight x100": Attack(-1.0, weight=100.0, is_late=True),
     "norm lie": Attack(-9.0, hides=True),
@@ -329,14 +330,14 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def cost(num_members: int) -> str:
     """What centered clipping and the plain mean of a chunk take, in one thread."""
-    values = torch.randn(num_members, DEFAULT_CHUNK_NUMEL)
+    values = torch.randn(num_members, partition.CHUNK_NUMEL)
     weights = torch.ones(num_members)
     took = {
         "centered_clip": lambda: centered_clip(values, weights.tolist()),
         "mean": lambda: weights @ values / num_members,
     }
     seconds = {name: min(timeit.repeat(work, number=1, repeat=5)) for name, work in took.items()}
-    for_million = {name: 1e3 * one * 1e6 / DEFAULT_CHUNK_NUMEL for name, one in seconds.items()}
+    for_million = {name: 1e3 * one * 1e6 / partition.CHUNK_NUMEL for name, one in seconds.items()}
     return f"{num_members} members: " + ", ".join(f"{name} {one:.2g} ms" for name, one in for_million.items())
 
 

@@ -27,7 +27,7 @@ is shown by tests/simulation/test_local_identities.py). They compare what the ou
   arm-muon, one-muon        Muon as the inner optimizer of the matrices
   arm-unequal               batches of 1, 1, 2 and 4 parts; -squared weighs them by samples squared over steps
 
-The steps are rounded to a whole number of averages (``tokens`` says how many). ``+ef`` is error feedback. ``noniid``
+The steps are rounded to a whole number of averages (``tokens`` says how many). ``noniid``
 gives each peer another part of the text. ``sync`` must have the loss of ``one``.
 
 --quick has 500 steps of models of 0.1 and 0.2 million parameters, which takes minutes. ALBERT then learns little more
@@ -109,7 +109,7 @@ class Mode:
 
     Attributes:
         H: batches of a peer between two averages; 0 is one process.
-        codec: as in ``AveragingConfig``; ``+ef`` for error feedback.
+        codec: as in ``AveragingConfig``.
         outer: None chooses it by H.
         rule: computed in one process, without a network.
     """
@@ -130,10 +130,8 @@ class Mode:
 
     def options(self, batch: int) -> dict[str, Any]:
         """Of the optimizer."""
-        codec, _, feedback = (AveragingConfig.codec if self.sparse is not None else self.codec).partition("+")
-        averaging = AveragingConfig(
-            codec=codec, error_feedback=bool(feedback), matchmaking_time_s=20.0, averaging_timeout_s=60.0
-        )
+        codec = AveragingConfig.codec if self.sparse is not None else self.codec
+        averaging = AveragingConfig(codec=codec, matchmaking_time_s=20.0, averaging_timeout_s=60.0)
         options: dict[str, Any] = {"averaging": averaging, "target_batch_size": self.H * PEERS * batch}
         if self.sparse is not None:
             options["local_steps"] = LocalSteps(sparse=self.sparse)
@@ -153,7 +151,6 @@ MODES = [
     Mode("local", 100),
     Mode("local", 25, "int8"),
     Mode("local", 25, "int4"),
-    Mode("local", 25, "int4+ef"),
     Mode("overlap", 25, overlap_steps=OVERLAP_STEPS),
     Mode("fragments", 24, fragments=4),
     Mode("sparse", 30, "sparse", sparse=Sparse()),

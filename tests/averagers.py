@@ -16,10 +16,9 @@ from manyhands.peer import Presence
 from manyhands.testing.blocking import SimPeer, run_blocking
 from manyhands.transport import MemoryNetwork
 from tests.network import LOOPBACK, transport_of
+from tests.smaller import smaller
 
-CONFIG = AveragingConfig(
-    matchmaking_time_s=3.0, averaging_timeout_s=15.0, chunk_bytes=4096, min_span_bytes=4, stream_timeout_s=3.0
-)
+CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=15.0)
 RUN = "averages"
 
 
@@ -31,12 +30,14 @@ async def sim_peers(
     clients: Sequence[int] = (),
     first: int = 0,
     network: MemoryNetwork | None = None,
+    **sizes: float,
 ) -> AsyncIterator[list[SimPeer]]:
     """Peers of one DHT; those numbered in ``clients`` do not listen. The first one must.
 
     Args:
         first: number of the identity of the first one.
         network: in which others are, who know none of them.
+        sizes: as for :func:`tests.smaller.smaller`; by default all reduce, in small chunks.
     """
     network = network or MemoryNetwork()
     peers: list[SimPeer] = []
@@ -48,7 +49,8 @@ async def sim_peers(
             initial = peers[0].endpoint.addresses if peers else []
             await presence.start(initial, [] if is_client else [LOOPBACK])
             peers.append(SimPeer(presence))
-        yield peers
+        with smaller(**{"span_numel": 1, "chunk_numel": 1024} | sizes):
+            yield peers
     finally:
         for peer in peers:
             await peer.presence.stop()

@@ -16,6 +16,7 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
+from tests.smaller import smaller
 
 __all__ = ["RUN_ID", "FixedMeeting", "averagers", "endpoints", "identity_of"]
 
@@ -74,6 +75,7 @@ async def averagers(
     rpc_config: RpcConfig | None = None,
     limits: MemberLimits | None = None,
     config_of: Mapping[PeerId, AveragingConfig] | None = None,
+    **sizes: float,
 ) -> AsyncIterator[list[tuple[RoundRunner, FixedMeeting, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other.
 
@@ -81,19 +83,21 @@ async def averagers(
 
     Args:
         config_of: of those that have another configuration than ``config``.
+        sizes: as for :func:`tests.smaller.smaller`; chunks are small by default.
     """
-    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
-        members: list[tuple[RoundRunner, FixedMeeting, Endpoint]] = []
-        for number, endpoint in enumerate(swarm):
-            others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
-            meeting = FixedMeeting(endpoint, others)
-            config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
-            rng = random.Random(number)
-            own = (config_of or {}).get(endpoint.peer_id, config)
-            runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, own, rng, limits=limits)
-            members.append((runner, meeting, endpoint))
-        try:
-            yield members
-        finally:
-            for averager, _, _ in members:
-                await averager.close()
+    with smaller(**{"chunk_numel": 1024} | sizes):
+        async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
+            members: list[tuple[RoundRunner, FixedMeeting, Endpoint]] = []
+            for number, endpoint in enumerate(swarm):
+                others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
+                meeting = FixedMeeting(endpoint, others)
+                config = config or AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0)
+                rng = random.Random(number)
+                own = (config_of or {}).get(endpoint.peer_id, config)
+                runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, own, rng, limits=limits)
+                members.append((runner, meeting, endpoint))
+            try:
+                yield members
+            finally:
+                for averager, _, _ in members:
+                    await averager.close()

@@ -20,10 +20,11 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.optim import ProgressConfig
 from manyhands.transport import TlsTransport
 from tests.inside import OpenOptimizer
+from tests.smaller import smaller
 from tests.wire import Wire
 
 FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, default_refresh_s=0.2, ttl_s=5.0)
-AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0, min_span_bytes=4)  # all members reduce
+AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 BATCH_SIZE = 4
 
@@ -50,7 +51,8 @@ def mortal() -> Iterator[None]:
 
 @contextmanager
 def peers(num_peers: int) -> Iterator[list[manyhands.Peer]]:
-    with ExitStack() as stack:
+    """All of which reduce, in each round."""
+    with smaller(span_numel=1), ExitStack() as stack:
         with mortal():
             first = stack.enter_context(manyhands.Peer(listen=LISTEN))
             others = [

@@ -54,9 +54,7 @@ async def test_means_are_written_where_the_tensors_are(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8", "int4"])
 async def test_a_gpu_gives_the_bits_that_a_cpu_gives(codec: str) -> None:
-    config = AveragingConfig(
-        matchmaking_time_s=3.0, averaging_timeout_s=15.0, chunk_bytes=4096, min_span_bytes=4, codec=codec
-    )
+    config = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=15.0, codec=codec)
     results = []
     for device in ("cpu", "cuda"):
         lists = [[tensor.to(device)] for tensor in torch.randn(2, 40_000, generator=torch.Generator().manual_seed(5))]

@@ -36,9 +36,7 @@ class Kept:
     memory_mb: float
 
 
-CONFIG = AveragingConfig(
-    matchmaking_time_s=0.5, averaging_timeout_s=10.0, stream_timeout_s=0.5, in_doubt_timeout_s=0.1, codec="none"
-)
+CONFIG = AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=10.0, codec="none")
 NUM_SWARMS = 5
 """At once, in one process: most of a round that fails is waiting."""
 NUM_MEMBERS = 4
@@ -97,7 +95,9 @@ async def measure(seed: int = 1) -> tuple[Kept, Kept, int]:
     outside = kept()
     async with AsyncExitStack() as stack:
         swarms = [
-            await stack.enter_async_context(averagers(NUM_MEMBERS, kind="tls", config=CONFIG))
+            await stack.enter_async_context(
+                averagers(NUM_MEMBERS, kind="tls", config=CONFIG, stream_s=0.5, in_doubt_s=0.1)
+            )
             for _ in range(NUM_SWARMS)
         ]
         rngs = [random.Random(seed + number) for number in range(NUM_SWARMS)]

@@ -37,7 +37,6 @@ STEPS_BEFORE, STEPS_AFTER = 2, 5
 LIMIT_S = 150.0
 LONG_S = 10.0
 """A step that takes longer has waited for somebody in vain."""
-AVERAGING = AveragingConfig(min_span_bytes=4)  # all members reduce
 
 
 @dataclass(eq=False)
@@ -160,7 +159,7 @@ def _on_blame(member: Member, notify: Callable[[Sequence[str]], None]) -> None:
 
 
 def _trains(peer: manyhands.Peer) -> Member:
-    trainer = Trainer(peer, "leaving", TARGET, width=WIDTH, averaging=AVERAGING)
+    trainer = Trainer(peer, "leaving", TARGET, width=WIDTH, averaging=AveragingConfig())
     optimizer = trainer.optimizer
 
     def step() -> Iterable[str]:
@@ -174,7 +173,7 @@ def _trains(peer: manyhands.Peer) -> Member:
 
 
 def _averages(peer: manyhands.Peer) -> Member:
-    averager = manyhands.Averager([torch.ones(8 * WIDTH)], peer=peer, run_id="leaving", averaging=AVERAGING)
+    averager = manyhands.Averager([torch.ones(8 * WIDTH)], peer=peer, run_id="leaving")
     return Member(peer, lambda: averager.step(1.0, 30.0).group, averager.close, lambda: 0)
 
 

@@ -25,7 +25,7 @@ from tests.wire import WatchedEndpoint
 
 NUMEL = 4_000_000
 NUM_BYTES = 4 * NUMEL
-CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
+CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=30.0, codec="none")
 POLL_S = 0.0005
 STAY_S = 30.0
 MAX_ATTEMPTS = 2

@@ -22,7 +22,6 @@ import torch
 
 import manyhands
 import manyhands.peer as peer_module
-from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity
 from manyhands.peer import Presence
@@ -33,6 +32,7 @@ from manyhands.transport.tls import TlsListener
 from manyhands.transport.tls_stream import TlsStream
 from tests.faults.leaks import memory_mb
 from tests.hostile.trainer import BATCH_SIZE, WIDTH, adam, loss_of
+from tests.smaller import make_smaller
 from tests.trainers import LISTEN
 
 RUN_ID = "soaked"
@@ -43,7 +43,6 @@ SAY_S = 1.0
 LONG_S = 10.0
 """A call of ``step()`` that takes longer is reported with its begin and end."""
 NUM_DIGESTS = 20
-AVERAGING = AveragingConfig(min_span_bytes=4)  # all members reduce; all else as users have it
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,7 @@ class Soaked:
     """The trainer, and what it says of itself."""
 
     def __init__(self, pipe: Connection, initial_peers: Sequence[str]) -> None:
+        make_smaller(span_numel=1)  # all members reduce; all else as users have it
         self._pipe = pipe
         self._command = Command()
         self._is_training = False
@@ -141,7 +141,7 @@ class Soaked:
             self._peer = manyhands.Peer(initial_peers=initial_peers, listen=LISTEN, must_join=False)
         self._optimizer = manyhands.Optimizer(
             adam(self._model), peer=self._peer, run_id=RUN_ID, target_batch_size=TARGET,
-            batch_size_per_step=BATCH_SIZE, averaging=AVERAGING,
+            batch_size_per_step=BATCH_SIZE,
         )  # fmt: skip
         self._facts = Facts(self._peer.addresses)
         self._digests: deque[tuple[int, str]] = deque(maxlen=NUM_DIGESTS)

@@ -30,9 +30,10 @@ from manyhands.averaging import AveragingConfig
 from manyhands.optim import ProgressConfig
 from manyhands.peer import Presence
 from tests.process.commands import Command
+from tests.smaller import make_smaller, smaller
 from tests.trainers import BATCH_SIZE, FAST, LISTEN, Trainer, in_threads, new_model
 
-CHILD = "import sys; from tests.faults.steps import PROGRAMS; PROGRAMS[sys.argv[1]](*sys.argv[2:])"
+CHILD = "import sys; from tests.faults.steps import run; run(*sys.argv[1:])"
 CASE_LIMIT_S = 240.0
 WAIT_LIMIT_S = 75.0
 """A round and its verdict take at most so long."""
@@ -43,7 +44,7 @@ WRONG_S = 12.0
 FROZEN_S = 30.0
 NUM_CROWD, NUM_PROCESSES = 20, 4
 SLOW_BATCH_S = 4.0
-PATIENT = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=40.0, min_span_bytes=4)
+PATIENT = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=40.0)
 
 
 def quadratic(model: torch.nn.Module) -> torch.Tensor:
@@ -141,6 +142,12 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
+def run(program: str, *arguments: str) -> None:
+    """In a process of its own."""
+    make_smaller(span_numel=1)  # all members reduce
+    PROGRAMS[program](*arguments)
+
+
 @contextlib.contextmanager
 def started(program: str, *arguments: str) -> Any:
     command = Command(["-c", CHILD, program, *arguments], module=None)
@@ -153,7 +160,7 @@ def started(program: str, *arguments: str) -> Any:
 @contextlib.contextmanager
 def survivors(num_peers: int, target: int = TARGET, **options: Any) -> Any:
     """Trainers in this process."""
-    with contextlib.ExitStack() as stack:
+    with smaller(span_numel=1), contextlib.ExitStack() as stack:
         peers = [stack.enter_context(manyhands.Peer(listen=LISTEN))]
         for _ in range(num_peers - 1):
             peers.append(stack.enter_context(manyhands.Peer(initial_peers=peers[0].addresses, listen=LISTEN)))

@@ -62,7 +62,7 @@ def _charter(data: bytes) -> None:
     assert charter.charter.owner == OWNER.peer_id
     assert len(charter.coordinators) <= 17
     limits = charter.charter.limits
-    assert all(map(math.isfinite, (limits.max_weight_ratio, limits.max_weight_share, limits.max_norm_ratio)))
+    assert all(map(math.isfinite, (limits.max_weight_ratio, limits.max_weight_share)))
     assert msgspec.json.encode(charter.described())
     assert SignedCharter.from_bytes(charter.signed.encoded(), REMOTE) == charter
 

@@ -149,7 +149,7 @@ def _joined(group: Group) -> None:
         readable_addresses(member.addresses)
     bandwidths = group.bandwidths(range(len(group.members)))
     if any(bandwidths) and len(bandwidths) < 10_000:
-        spans = owned_spans(1000, bandwidths, group.min_span_numel, group.group_id)
+        spans = owned_spans(1000, bandwidths, 1, group.group_id)
         assert sum(span.stop - span.start for span in spans) == 1000
     assert math.isfinite(sum(member.weight for member in group.members))
     counted = limited(group, OPEN_LIMITS, roster, clips=True)

@@ -80,6 +80,7 @@ from tests.hostile.relays import Spoil, Spoiling, delays, drops, floods, reorder
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
 from tests.intercepted import InterceptedEndpoint
 from tests.phases import change_butterflies
+from tests.smaller import make_smaller
 
 TTL_S = 10.0
 CALL_S = 5.0
@@ -793,5 +794,6 @@ UNSIGNED = {
 if __name__ == "__main__":
     logging.basicConfig(level="WARNING", stream=sys.stderr)
     torch.set_num_threads(1)
+    make_smaller(span_numel=1)  # as the trainers
     name, host, initial_peer = sys.argv[1:]
     ATTACKS[name](Attacker(host, initial_peer))

@@ -16,6 +16,7 @@ import torch
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.optim import ProgressConfig
+from tests.smaller import make_smaller
 
 RUN_ID = "besieged"
 WIDTH = 64
@@ -27,7 +28,7 @@ LR = 0.01
 CLIENT = "--client"
 """Dials out only."""
 PROGRESS = ProgressConfig(min_refresh_s=0.1, max_refresh_s=1.0, default_refresh_s=0.5, ttl_s=10.0)
-AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0, min_span_bytes=4)
+AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0)
 
 
 def new_model() -> torch.nn.Module:
@@ -65,6 +66,7 @@ def main(host: str, *arguments: str) -> None:
     listen = {"client_mode": True} if CLIENT in arguments else {"listen": [f"/ip4/{host}/tcp/0"]}
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(relativeCreated)d %(message)s")
     torch.set_num_threads(1)
+    make_smaller(span_numel=1)  # all members reduce
     model = new_model()
     with manyhands.Peer(initial_peers=initial_peers, **listen) as peer:
         print("address", *peer.addresses, flush=True)

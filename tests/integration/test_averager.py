@@ -160,7 +160,7 @@ async def test_a_peer_that_joins_late_takes_part_in_the_next_round() -> None:
 
 
 async def test_a_peer_that_missed_rounds_takes_part_in_the_next_one() -> None:
-    config = AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=10.0, min_span_bytes=4)
+    config = AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=10.0)
     tensors = [torch.full((3,), float(i)) for i in range(3)]
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]], averaging=config) for i, peer in enumerate(peers)]
@@ -174,8 +174,8 @@ async def test_a_peer_that_missed_rounds_takes_part_in_the_next_one() -> None:
 async def test_a_member_that_dies_costs_nobody_the_round() -> None:
     values = values_of(4, 3_000_000)
     tensors = [value.clone() for value in values]
-    async with sim_peers(4, kind="tls") as peers:
-        config = AveragingConfig(averaging_timeout_s=30.0, chunk_bytes=65_536, min_span_bytes=4)
+    async with sim_peers(4, kind="tls", chunk_numel=16_384) as peers:
+        config = AveragingConfig(averaging_timeout_s=30.0)
         averagers = [await join(peer, [tensors[i]], averaging=config) for i, peer in enumerate(peers)]
         victim = peers[3].endpoint
         steps = [asyncio.ensure_future(step(averager, timeout_s=20.0)) for averager in averagers]

@@ -66,22 +66,22 @@ async def test_every_member_holds_the_same_weighted_mean(
 
 
 @pytest.mark.parametrize(
-    ("num_peers", "numel", "min_span_bytes", "clients", "num_streams"),
+    ("num_peers", "numel", "span_numel", "clients", "num_streams"),
     [
-        (6, 8, 16384, (), 5),  # one reducer
-        (6, 8, 16384, (0, 3), 5),
-        (6, 100, 160, (), 9),  # two
-        (6, 100, 100, (1, 2), 14),  # four of the four that can, and two clients
-        (6, 100, 4, (), 15),  # all
+        (6, 8, 4096, (), 5),  # one reducer
+        (6, 8, 4096, (0, 3), 5),
+        (6, 100, 40, (), 9),  # two
+        (6, 100, 25, (1, 2), 14),  # four of the four that can, and two clients
+        (6, 100, 1, (), 15),  # all
     ],
 )
 async def test_a_small_vector_is_exchanged_with_the_few_that_reduce_it(
-    num_peers: int, numel: int, min_span_bytes: int, clients: tuple[int, ...], num_streams: int
+    num_peers: int, numel: int, span_numel: int, clients: tuple[int, ...], num_streams: int
 ) -> None:
     values = vectors(num_peers, numel)
     weights = [float(1 + rank) for rank in range(num_peers)]
     opened: list[str] = []
-    async with averagers(num_peers, clients=clients, config=AveragingConfig(min_span_bytes=min_span_bytes)) as members:
+    async with averagers(num_peers, clients=clients, config=AveragingConfig(), span_numel=span_numel) as members:
         for _, _, endpoint in members:
             open_bulk = endpoint.open_bulk
 
@@ -150,7 +150,7 @@ async def test_a_member_that_only_sends_dies_in_mid_round_and_the_others_commit_
     monkeypatch.setattr(SpanReducer, "put", noted)
     numel = 4_000_000
     values = vectors(4, numel)
-    async with averagers(4, kind="tls", config=AveragingConfig(chunk_bytes=1 << 16), clients=(3,)) as members:
+    async with averagers(4, kind="tls", config=AveragingConfig(), clients=(3,), chunk_numel=1 << 14) as members:
         victim, _, victim_endpoint = members[3]
         dying = asyncio.ensure_future(victim.average(values[3], 1.0))
         others = [

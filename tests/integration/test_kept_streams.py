@@ -28,7 +28,7 @@ from tests.phases import before_voting, forget, rounds_of
 from tests.swarm import RUN_ID, FixedMeeting, averagers
 from tests.wire import WatchedEndpoint
 
-CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
+CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, codec="none")
 NUMEL = 50
 Members = list[tuple[RoundRunner, FixedMeeting, Endpoint]]
 
@@ -94,7 +94,7 @@ def forbid_dials(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 async def test_later_rounds_use_the_kept_streams_and_dial_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with averagers(3, kind=kind, config=CONFIG) as members:
+    async with averagers(3, kind=kind, config=CONFIG, span_numel=1) as members:
         assert await mean_of(members) == [1.0] * 3
         forbid_dials(members, monkeypatch)
         for _ in range(3):
@@ -104,7 +104,7 @@ async def test_later_rounds_use_the_kept_streams_and_dial_none(kind: str, monkey
 
 
 async def test_a_kept_stream_that_has_died_is_dialled_again() -> None:
-    async with averagers(3, config=CONFIG) as members:
+    async with averagers(3, config=CONFIG, span_numel=1) as members:
         await mean_of(members)
         for stream in dialled(members):
             stream.abort()
@@ -113,7 +113,7 @@ async def test_a_kept_stream_that_has_died_is_dialled_again() -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 async def test_a_kept_stream_that_the_other_end_closed_is_dialled_again(kind: str) -> None:
-    async with averagers(3, kind=kind, config=CONFIG) as members:
+    async with averagers(3, kind=kind, config=CONFIG, span_numel=1) as members:
         await mean_of(members)
         for _, _, endpoint in members:
             for stream in watched(endpoint).accepted:
@@ -124,7 +124,7 @@ async def test_a_kept_stream_that_the_other_end_closed_is_dialled_again(kind: st
 
 async def test_no_stream_is_kept_after_a_round_that_was_aborted() -> None:
     """A member whose exchange was cut short has closed its end of a stream that looks idle at the other one."""
-    async with averagers(4, config=CONFIG) as members:
+    async with averagers(4, config=CONFIG, span_numel=1) as members:
         leader = min(endpoint.peer_id for _, _, endpoint in members)
         begun, gave_up = rounds_of(leader), asyncio.Event()
 
@@ -147,7 +147,7 @@ async def test_no_stream_is_kept_after_a_round_that_was_aborted() -> None:
 
 
 async def test_a_kept_stream_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with averagers(3, config=CONFIG) as members:
+    async with averagers(3, config=CONFIG, span_numel=1) as members:
         await mean_of(members)
         assert num_dialled(members) == 3
         monkeypatch.setattr(streams, "MINUTE_S", 0.0)
@@ -157,7 +157,7 @@ async def test_a_kept_stream_that_was_unused_for_long_is_dialled_again(monkeypat
 
 async def test_an_idle_kept_stream_is_closed_by_the_side_that_accepted_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "TWO_MINUTES_S", 0.05)
-    async with averagers(2, config=CONFIG) as members:
+    async with averagers(2, config=CONFIG, span_numel=1) as members:
         await mean_of(members)
         (kept,) = dialled(members)
         await closed([kept])
@@ -167,7 +167,7 @@ async def test_an_idle_kept_stream_is_closed_by_the_side_that_accepted_it(monkey
 
 async def test_a_peer_at_its_limit_of_accepted_streams_keeps_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_UNNAMED", 0)
-    async with averagers(2, config=CONFIG) as members:
+    async with averagers(2, config=CONFIG, span_numel=1) as members:
         for number in range(2):
             assert await mean_of(members) == [0.5] * 2
             await closed(dialled(members))
@@ -176,7 +176,7 @@ async def test_a_peer_at_its_limit_of_accepted_streams_keeps_no_more(monkeypatch
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["dials", "is dialled"])
 async def test_losing_the_control_connection_ends_kept_streams_at_both_ends(rank: int) -> None:
-    async with averagers(3, config=CONFIG) as members:
+    async with averagers(3, config=CONFIG, span_numel=1) as members:
         await mean_of(members)
         lost = sorted(members, key=lambda member: member[2].peer_id)[rank]
         others = [member for member in members if member is not lost]
@@ -194,7 +194,7 @@ async def test_losing_the_control_connection_ends_kept_streams_at_both_ends(rank
 
 async def test_a_peer_keeps_streams_up_to_a_limit_and_dials_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 1)
-    async with averagers(3, config=CONFIG) as members:
+    async with averagers(3, config=CONFIG, span_numel=1) as members:
         for number in range(3):
             assert await mean_of(members) == [1.0] * 3
             assert num_dialled(members) == 3 + number, "one of three is not kept"
@@ -202,7 +202,7 @@ async def test_a_peer_keeps_streams_up_to_a_limit_and_dials_the_others_again(mon
 
 async def test_streams_of_clients_are_kept_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 1)
-    async with averagers(4, clients=[1, 2, 3], config=CONFIG) as members:
+    async with averagers(4, clients=[1, 2, 3], config=CONFIG, span_numel=1) as members:
         assert await mean_of(members) == [1.5] * 4
         forbid_dials(members, monkeypatch)
         assert await mean_of(members) == [1.5] * 4
@@ -244,7 +244,7 @@ async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it(
 
 async def test_strangers_hold_no_streams_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for long, nor many at once. They need no record, and no control connection."""
-    async with averagers(3, config=CONFIG) as ((_, _, one), (_, _, other), (_, _, called)):
+    async with averagers(3, config=CONFIG, span_numel=1) as ((_, _, one), (_, _, other), (_, _, called)):
         monkeypatch.setattr(streams, "MAX_UNNAMED", 1)
         first = await RunEndpoint(one, RUN_ID).open_bulk(called.peer_id, STREAM_KIND, UNNAMED, 5.0)
         await until(lambda: watched(called).accepted)

@@ -31,9 +31,7 @@ from tests.swarm import RUN_ID, FixedMeeting, averagers, identity_of
 from tests.sweeps import few_of
 from tests.wire import WatchedEndpoint
 
-CONFIG = AveragingConfig(
-    matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
-)
+CONFIG = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, codec="none")
 NUMEL = 20_000
 SHAPE = (200, 100)
 RANKS = [0, 2]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
 from manyhands.averaging.codecs import Uncompared, Unscaled
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.messages import Group
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
+from tests.liars import say_norm
 from tests.network import PATIENCE_S
 from tests.swarm import averagers
 from tests.sweeps import few_of
@@ -29,37 +27,25 @@ def values_of(rank: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def say_norm(matchmaker: Matchmaker, said: float) -> None:
-    """Have a peer say that its values have this norm."""
-    find_group = matchmaker.find_group
-
-    async def find_and_say(*arguments: Any, norm: float, **options: Any) -> Group:
-        return await find_group(*arguments, norm=said, **options)
-
-    matchmaker.find_group = find_and_say  # type: ignore[method-assign]
-
-
 async def round_of(
     vectors: Sequence[torch.Tensor],
     weights: Sequence[float] | None = None,
     codec: str = "none",
     norms_before: Sequence[float | None] | None = None,
     aggregate: str = "clip",
-    said: float | None = None,
+    said: Mapping[int, float] | None = None,
     shapes: Sequence[Sequence[int]] = (SHAPE,),
 ) -> list[CommittedRound]:
     """A round of peers with these vectors.
 
     Args:
-        said: the norm that the last peer says.
+        said: by rank, the norm that a peer says, if it lies.
     """
-    config = AveragingConfig(
-        matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec, aggregate=aggregate
-    )
-    async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
+    config = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, codec=codec, aggregate=aggregate)
+    async with averagers(len(vectors), config=config, limits=MemberLimits(), chunk_numel=100_000) as members:
         peers = sorted(members, key=lambda member: member[2].peer_id)
-        if said is not None:
-            say_norm(peers[-1][0].matchmaker, said)
+        for rank, norm in (said or {}).items():
+            say_norm(peers[rank][0].matchmaker, norm)
         weights, norms_before = weights or [1.0] * len(vectors), norms_before or [None] * len(vectors)
         async with time_limit(PATIENCE_S, "waiting for the round"):
             return await asyncio.gather(
@@ -107,12 +93,12 @@ async def test_values_that_are_too_large_are_left_out_and_the_member_is_named(ki
         vectors[rank][:] = 1e38
     else:
         vectors[rank][123_456] = 3e37
-    results = await round_of(vectors, codec=codec, aggregate="mean")
+    results = await round_of(vectors, codec=codec, said={rank: values_of(rank).norm().item()})
     (liar,) = {result.manifest.members[rank] for result in results}
     check(results, vectors, [float(other != rank) for other in range(4)], 0.5 if codec == "int4" else 0.02)
     for result in results:
         assert result.blamed == (liar,)
-        assert f"the values of peer {liar} are too large" in result.reason
+        assert f"the values of peer {liar} are not finite, or larger than it has said" in result.reason
 
 
 @pytest.mark.parametrize("codec", few_of(["none", "int4", "fp16", "int8"], 2, pytest.mark.long))
@@ -180,13 +166,38 @@ async def test_where_nobody_is_over_the_limit_the_mean_is_the_plain_one(codec: s
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 async def test_a_member_that_sends_more_than_it_has_said_is_left_out_and_named(codec: str) -> None:
-    """Also far below ten times the usual norm."""
+    """Also far below twice the usual norm."""
     vectors = list(map(values_of, range(4)))
     vectors[-1] *= -1.5
-    results = await round_of(vectors, codec=codec, said=values_of(0).norm().item())
+    results = await round_of(vectors, codec=codec, said={3: values_of(0).norm().item()})
     check(results, vectors, [1.0, 1.0, 1.0, 0.0], 0.02)
     for result in results:
         assert result.blamed == (result.manifest.members[-1],)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_a_plain_mean_takes_all_finite_values_however_large(codec: str) -> None:
+    vectors = list(map(values_of, range(4)))
+    vectors[2] *= -1e6
+    results = await round_of(vectors, codec=codec, aggregate="mean")
+    check(results, vectors, [1.0] * 4, 0.02 * 1e6)
+    assert all(result.blamed == () for result in results)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["reversed", "one value"])
+async def test_values_of_any_size_move_a_centered_mean_no_further_than_ordinary_ones(kind: str, codec: str) -> None:
+    vectors = [values_of(rank) + 1.0 for rank in range(4)]
+    if kind == "reversed":
+        vectors[2] *= -1e6
+    else:
+        vectors[2][123_456] = 3e37
+    results = await round_of(vectors, codec=codec, aggregate="centered_clip")
+    honest = torch.stack([vectors[rank] for rank in (0, 1, 3)]).mean(dim=0)
+    for result in results:
+        assert result.averaged_N is not None
+        assert result.blamed == ()
+        assert (result.averaged_N - honest).norm() < 0.5 * values_of(0).norm()
 
 
 async def test_a_clipped_member_weighs_less_where_values_are_no_gradient() -> None:

@@ -24,8 +24,8 @@ from manyhands.optim.run.tracker import ProgressTracker
 from tests.trainers import new_model, peers
 
 OTHER_AVERAGING = AveragingConfig(
-    matchmaking_time_s=2.5, averaging_timeout_s=11.0, stream_timeout_s=3.5, in_doubt_timeout_s=1.5, chunk_bytes=4096,
-    codec="fp16", error_feedback=True, min_span_bytes=64, bandwidth_mbit_s=80.0, max_group_size=40,
+    matchmaking_time_s=2.5, averaging_timeout_s=11.0,
+    codec="fp16", bandwidth_mbit_s=80.0, max_group_size=40,
     aggregate="mean",
 )  # fmt: skip
 OTHER_PROGRESS = ProgressConfig(

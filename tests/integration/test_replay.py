@@ -78,10 +78,10 @@ class Donor:
 
 
 @asynccontextmanager
-async def run(codec: str = "int8", chunk_bytes: int = 4096) -> AsyncIterator[tuple[list[Donor], Endpoint]]:
+async def run(codec: str = "int8", **sizes: float) -> AsyncIterator[tuple[list[Donor], Endpoint]]:
     """Two peers that make steps together, and one more that makes none."""
-    config = AveragingConfig(codec=codec, chunk_bytes=chunk_bytes, matchmaking_time_s=5.0, min_span_bytes=4)
-    async with averagers(3, config=config) as (*members, (_, _, newcomer)):
+    config = AveragingConfig(codec=codec, matchmaking_time_s=5.0)
+    async with averagers(3, config=config, span_numel=1, **sizes) as (*members, (_, _, newcomer)):
         donors = [Donor(*member) for member in members]
         for donor in donors:
             donor.roster.others.pop(newcomer.peer_id)

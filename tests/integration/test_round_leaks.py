@@ -16,9 +16,7 @@ from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
 from tests.swarm import FixedMeeting, averagers
 
-CONFIG = AveragingConfig(
-    matchmaking_time_s=0.3, averaging_timeout_s=5.0, stream_timeout_s=2.0, in_doubt_timeout_s=0.1, chunk_bytes=4096
-)
+CONFIG = AveragingConfig(matchmaking_time_s=0.3, averaging_timeout_s=5.0)
 NUM_ROUNDS = 16
 
 
@@ -36,7 +34,7 @@ async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
     rng = random.Random(3)
     vector = torch.ones(5_000)
     process = psutil.Process()
-    async with averagers(3, kind="tls", config=CONFIG) as members:
+    async with averagers(3, kind="tls", config=CONFIG, in_doubt_s=0.1) as members:
         files = process.num_fds() - num_held(members)
         for step in range(NUM_ROUNDS):
             rounds = [asyncio.ensure_future(averager.average(vector, 1.0)) for averager, _, _ in members]

@@ -58,7 +58,7 @@ from tests.swarm import RUN_ID, FixedMeeting, averagers, endpoints, identity_of
 from tests.sweeps import few_of
 from tests.wire import Change, Handler, WatchedEndpoint
 
-PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0, chunk_bytes=4096)
+PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0)
 """A round that waits for one of its bounds fails the test by being slow."""
 HEARTBEATS = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=0.3, dial_timeout_s=0.3, hello_timeout_s=0.3)
 NUMEL = 20_000
@@ -328,8 +328,7 @@ async def test_all_members_commit_if_the_leader_dies_after_it_told_one_of_the_co
 
 
 async def test_members_abort_and_then_commit_without_a_leader_that_told_nobody_of_the_commit() -> None:
-    config = replace(PATIENT, in_doubt_timeout_s=0.3)
-    async with averagers(4, config=config) as members:
+    async with averagers(4, config=PATIENT, in_doubt_s=0.3) as members:
         leader, *others = by_id(members)
         told = tell_only(leader, 0)
         dying, tasks = start([leader]), start(others)
@@ -342,7 +341,7 @@ async def test_members_abort_and_then_commit_without_a_leader_that_told_nobody_o
 @pytest.mark.parametrize(("num_turns", "commits"), [(20, False), (40, False), (90, True), (120, True)])
 async def test_a_leader_whose_round_is_interrupted_ends_it_for_all_at_once(num_turns: int, commits: bool) -> None:
     """It lives on, and says so: no member is in doubt."""
-    async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=60.0)) as members:
+    async with averagers(4, config=PATIENT, in_doubt_s=60.0) as members:
         leader, *others = by_id(members)
         leading, tasks = start([leader]), start(others)
         await turns(num_turns)
@@ -458,8 +457,7 @@ async def test_a_leader_that_leaves_in_mid_round_waits_until_the_others_know(mon
 
 async def test_a_member_that_aborted_in_doubt_does_not_pass_that_on_as_a_verdict() -> None:
     """Else whoever asks it, rather than a member that knows of the commit, would abort too."""
-    config = replace(PATIENT, in_doubt_timeout_s=0.1)
-    async with averagers(3, config=config) as members:
+    async with averagers(3, config=PATIENT, in_doubt_s=0.1) as members:
         leader, doubting, asking = by_id(members)
         for peer in (leader, doubting):
             peer.roster.missing = [asking.peer_id]
@@ -542,7 +540,7 @@ async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_a
 
 async def test_a_member_waits_for_a_verdict_that_comes_soon_after_the_time_for_the_votes() -> None:
     """The votes of both commit the round; a member that left before would be behind."""
-    config = replace(PATIENT, matchmaking_time_s=0.2, averaging_timeout_s=1.0, in_doubt_timeout_s=0.01)
+    config = replace(PATIENT, matchmaking_time_s=0.2, averaging_timeout_s=1.0)
     first = min(identity_of(number).peer_id for number in range(2))
     async with averagers(2, config=config, config_of={first: PATIENT}) as members:
         leader, member = by_id(members)
@@ -553,8 +551,7 @@ async def test_a_member_waits_for_a_verdict_that_comes_soon_after_the_time_for_t
 @pytest.mark.parametrize("seed", few_of(range(12), 4))
 async def test_the_others_agree_and_go_on_whichever_member_dies_and_whenever(seed: int) -> None:
     rng = random.Random(seed)
-    config = replace(PATIENT, in_doubt_timeout_s=0.3)
-    async with averagers(4, clients=rng.choice([(), (1,)]), config=config) as members:
+    async with averagers(4, clients=rng.choice([(), (1,)]), config=PATIENT, in_doubt_s=0.3) as members:
         peers = by_id(members)
         victim = rng.choice(peers)
         others = [peer for peer in peers if peer is not victim]
@@ -616,8 +613,8 @@ async def make_failing_rounds(peers: Sequence[Peer]) -> None:
 
 
 async def test_failed_rounds_leave_nothing_behind() -> None:
-    config = replace(PATIENT, matchmaking_time_s=0.2, in_doubt_timeout_s=0.1, stream_timeout_s=0.2)
-    async with averagers(3, config=config) as members:
+    config = replace(PATIENT, matchmaking_time_s=0.2)
+    async with averagers(3, config=config, in_doubt_s=0.1, stream_s=0.2) as members:
         peers = by_id(members)
         num_listeners = len(peers[0].endpoint.on_lost)
         await make_failing_rounds(peers)
@@ -682,8 +679,7 @@ def ice(monkeypatch: pytest.MonkeyPatch) -> Ice:
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("num_turns", [0, 40, 70, 100])
 async def test_a_member_that_freezes_ends_the_round_within_seconds(ice: Ice, rank: int, num_turns: int) -> None:
-    config = replace(PATIENT, stream_timeout_s=0.3, in_doubt_timeout_s=0.2)
-    async with averagers(3, config=config, rpc_config=HEARTBEATS) as members:
+    async with averagers(3, config=PATIENT, rpc_config=HEARTBEATS, stream_s=0.3, in_doubt_s=0.2) as members:
         peers = by_id(members)
         victim = peers[rank]
         others = [peer for peer in peers if peer is not victim]
@@ -727,7 +723,7 @@ async def test_a_member_does_not_wait_for_what_the_others_have_given_up(rank: in
     async def give_up(*_: Any) -> RoundStream:
         raise RoundAborted("it gave up")
 
-    async with averagers(4, config=replace(PATIENT, stream_timeout_s=0.2)) as members:
+    async with averagers(4, config=PATIENT, stream_s=0.2) as members:
         peers = by_id(members)
         for peer in peers:
             if peer is not peers[rank]:
@@ -769,7 +765,7 @@ async def test_a_member_that_stands_still_ends_the_round_at_its_bound() -> None:
 
 async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
     """One member cannot reach another and gives up; a third one's stream to it comes only after that."""
-    async with averagers(4, config=replace(PATIENT, stream_timeout_s=0.5)) as members:
+    async with averagers(4, config=PATIENT, stream_s=0.5) as members:
         _, late, unlucky, _ = peers = by_id(members)
         open_bulk, gave_up = late.endpoint.open_bulk, asyncio.Event()
 
@@ -797,7 +793,7 @@ async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
 
 async def test_a_client_that_cannot_open_its_stream_does_not_delay_the_others() -> None:
     """It says so in its vote, so that the reducer for which all others wait need not wait for it."""
-    async with averagers(4, clients=[1, 2, 3], config=replace(PATIENT, stream_timeout_s=30.0)) as members:
+    async with averagers(4, clients=[1, 2, 3], config=PATIENT, stream_s=30.0) as members:
         reducer, unlucky, *others = (Peer(number, *member) for number, member in enumerate(members))
 
         async def fail(peer_id: PeerId, *_: Any, **options: Any) -> Any:
@@ -919,7 +915,7 @@ def manifest_of(group: Group, **changes: Any) -> RoundManifest:
 )
 async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[Group, bytes], RoundManifest]) -> None:
     """Its manifest goes into the lineage, so a leader could split the run with it."""
-    async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
+    async with averagers(3, config=PATIENT, in_doubt_s=0.1) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
         join = liar.handler(JOIN)
@@ -952,7 +948,7 @@ async def test_a_leader_that_tells_one_member_another_group_causes_no_second_res
     change: Callable[[Group], Group],
 ) -> None:
     """It counts the votes itself, so the members notice it among themselves: they do not meet in the exchange."""
-    async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
+    async with averagers(4, config=PATIENT, in_doubt_s=0.1) as members:
         liar, *others = by_id(members)
         join, count, ask = map(liar.handler, (JOIN, VOTE, ASK_VERDICT))
         told: list[Group] = []

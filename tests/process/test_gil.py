@@ -14,6 +14,7 @@ import pytest
 import manyhands
 from manyhands.rpc import RpcConfig
 from tests.process.commands import Command
+from tests.smaller import smaller
 from tests.trainers import LISTEN, Trainer, in_threads
 
 pytestmark = pytest.mark.process
@@ -29,8 +30,10 @@ CHILD = """
 import ctypes, os, sys, time
 import manyhands
 from tests.process.test_gil import RPC, TARGET_BATCH_SIZE
+from tests.smaller import make_smaller
 from tests.trainers import LISTEN, Trainer
 
+make_smaller(span_numel=1)  # all members reduce
 libc = ctypes.PyDLL(None)  # calls keep the lock, as a slow extension does
 end = os.open(sys.argv[1], os.O_RDWR)
 with manyhands.Peer(initial_peers=sys.argv[2:], listen=LISTEN, rpc_config=RPC) as peer:
@@ -67,6 +70,7 @@ def child(end: Path, *initial_peers: str) -> Iterator[Command]:
 def test_a_held_lock_costs_its_peer_a_round_and_not_its_place(tmp_path: Path) -> None:
     """The others average without it after the heartbeat's timeout; then it is back, with the state of the run."""
     with (
+        smaller(span_numel=1),
         manyhands.Peer(listen=LISTEN, rpc_config=RPC) as first,
         manyhands.Peer(initial_peers=first.addresses, listen=LISTEN, rpc_config=RPC) as second,
         child(tmp_path / "end", *first.addresses) as command,

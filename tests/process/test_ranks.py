@@ -19,6 +19,7 @@ import manyhands
 from manyhands.optim import ranks
 from tests.process.jobs import NUM_RANKS, Job, job, say
 from tests.schedule_free import ScheduleFreeAdamW
+from tests.smaller import make_smaller
 from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, new_model, peers
 
@@ -54,6 +55,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def the_peer(rank: int, *initial_peers: str, **options: Any) -> Iterator[manyhands.Peer | None]:
+    make_smaller(span_numel=1)  # in this process; all members reduce
     with manyhands.Peer(initial_peers, listen=LISTEN, **options) if rank == 0 else nullcontext() as peer:
         yield peer
 

@@ -23,6 +23,7 @@ from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica
 from manyhands.rpc import RpcConfig
 from tests.process.commands import Command
+from tests.smaller import make_smaller, smaller
 from tests.sweeps import few_of
 from tests.trainers import LISTEN, Trainer, in_threads, new_model
 
@@ -70,6 +71,7 @@ def train(trainer: Trainer, until: Callable[[], bool], timeout_s: float = 240.0)
 
 def live(phase: str, initial_peers: list[str]) -> None:
     """The victim: it kills itself in a phase of its step, or trains on for ever."""
+    make_smaller(span_numel=1)  # all members reduce
     with manyhands.Peer(initial_peers=initial_peers, listen=LISTEN, rpc_config=RPC) as peer:
         trainer = Trainer(peer, "faults", TARGET, make=sgd, progress=ProgressConfig())  # whose records live for long
         train(trainer, lambda: trainer.optimizer.global_step >= LAST_STEP_OF_VICTIM)
@@ -100,6 +102,7 @@ def victim(phase: str, initial_peers: list[str]) -> Iterator[Command]:
 @contextmanager
 def survivors() -> Iterator[list[Trainer]]:
     with (
+        smaller(span_numel=1),
         manyhands.Peer(listen=LISTEN, rpc_config=RPC) as first,
         manyhands.Peer(initial_peers=first.addresses, listen=LISTEN, rpc_config=RPC) as second,
     ):

@@ -19,9 +19,7 @@ from tests.simulation.worlds import join
 NUMEL = 3_000
 PAUSE_S = 2.0
 TIMEOUT_S = 12.0
-CONFIG = AveragingConfig(
-    matchmaking_time_s=4.0, averaging_timeout_s=10.0, stream_timeout_s=2.0, in_doubt_timeout_s=2.0, chunk_bytes=2048
-)
+CONFIG = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=10.0)
 
 
 @dataclass

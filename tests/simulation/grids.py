@@ -140,8 +140,6 @@ def grid_world(
     config = AveragingConfig(
         matchmaking_time_s=3.0,
         averaging_timeout_s=10.0,
-        stream_timeout_s=2.0,
-        in_doubt_timeout_s=2.0,
         codec="none",
         max_group_size=max_group_size,
     )

@@ -28,6 +28,7 @@ from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from manyhands.testing.lies import replace_reducer
 from tests.phases import Connect, Phase, around_connects, change_butterflies, forget, on_phase
+from tests.smaller import smaller
 from tests.swarm import FixedMeeting
 
 NUMEL = 60_000
@@ -36,9 +37,7 @@ LINK_MBIT_S = 100.0
 START_S = 2.0
 LATE_S = 0.02
 """The others begin so much later than the one that has a fault."""
-CONFIG = AveragingConfig(
-    matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=16384, codec="none"
-)
+CONFIG = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, codec="none")
 BOUND_S = 40.0
 """No call takes longer: the round's 30 s, and what the verdict may need afterwards."""
 
@@ -76,6 +75,7 @@ class RoundWorld:
     """Peers that make one round together; what must be true of it is an invariant of the world.
 
     Attributes:
+        chunk_numel: the largest chunk.
         slow: by name, what a host sends, in megabits per second.
         believes: by name, what it says that it sends, if that is not so.
         stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
@@ -91,6 +91,7 @@ class RoundWorld:
     seed: int = 0
     numel: int = NUMEL
     config: AveragingConfig = CONFIG
+    chunk_numel: int = 4096
     latency_s: float = 0.005
     slow: dict[str, float] = field(default_factory=dict)
     believes: dict[str, float] = field(default_factory=dict)
@@ -267,7 +268,8 @@ class RoundWorld:
     def run(self, duration_s: float = BOUND_S + START_S) -> None:
         """Run it; all programs must stop without a leak."""
         forget()  # what peers of an earlier world did
-        self.world.run(duration_s, stop_within_s=20.0)
+        with smaller(chunk_numel=self.chunk_numel):
+            self.world.run(duration_s, stop_within_s=20.0)
 
     # what came of it
 

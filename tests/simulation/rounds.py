@@ -20,9 +20,7 @@ from manyhands.testing import Host, World
 from tests.swarm import FixedMeeting
 
 NUMEL = 30_000
-CONFIG = AveragingConfig(
-    matchmaking_time_s=2.0, averaging_timeout_s=10.0, stream_timeout_s=2.0, in_doubt_timeout_s=2.0, chunk_bytes=16384
-)
+CONFIG = AveragingConfig(matchmaking_time_s=2.0, averaging_timeout_s=10.0)
 PAUSE_S = 0.5
 
 

@@ -26,6 +26,7 @@ from tests.simulation.rounds import start_rounds
 from tests.simulation.routed import RoutedRun
 from tests.simulation.states import start_states
 from tests.simulation.worlds import start_dht, start_training
+from tests.smaller import smaller
 
 STOP_WITHIN_S = 20.0
 CALL_TIMEOUT_S = 3.0
@@ -111,7 +112,7 @@ def rounds(seed: int) -> Scenario:
             assert time > 45.0, f"{peer_id} committed last at {time:.1f} s"
             assert num_members == len(names), f"{peer_id} is in a group of {num_members}"
 
-    return Scenario(world, 60.0, conclude)
+    return Scenario(world, 60.0, conclude, smaller(chunk_numel=4096))
 
 
 def dht(seed: int) -> Scenario:
@@ -161,7 +162,7 @@ def averages(seed: int) -> Scenario:
             assert time > 100.0, f"{name} committed last at {time:.1f} s"
             assert num_members == len(names), f"{name} is in a group of {num_members}"
 
-    return Scenario(world, 120.0, conclude)
+    return Scenario(world, 120.0, conclude, smaller(chunk_numel=512))
 
 
 def state(seed: int) -> Scenario:

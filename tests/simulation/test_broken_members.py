@@ -47,6 +47,7 @@ from manyhands.peer import Presence
 from manyhands.testing import Host
 from manyhands.testing.lies import lie_about_means
 from manyhands.transport.passing import PassingStream
+from tests.liars import say_norm
 from tests.phases import (
     Average,
     Connect,
@@ -58,6 +59,7 @@ from tests.phases import (
 from tests.simulation.round_faults import send_unlike_means
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm, together
 from tests.simulation.worlds import join
+from tests.smaller import smaller
 from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,12 +103,14 @@ def run_with_liar(
     *,
     is_alike: bool = False,
     change: Callable[[Butterfly], None] | None = None,
+    says: float | None = None,
 ) -> tuple[Swarm, dict[str, float]]:
     """Three that train, and one whose vectors and weights are others than it has computed.
 
     Args:
         is_alike: all have the same samples in each step.
         change: what the liar does otherwise than the others in each exchange; then all of them reduce.
+        says: the norm that the liar says that its values have.
     """
     swarm, losses = Swarm(seed=2), dict[str, float]()
     names = [*HONEST[:num_honest], "liar"]
@@ -121,6 +125,8 @@ def run_with_liar(
             around_averages(member.peer.peer_id, lying)
             if change is not None:
                 change_butterflies(member.peer.peer_id, change)
+            if says is not None:
+                say_norm(member.optimizer.collaboration.step_rounds.rounds.matchmaker, says)
         for step in range(10 * NUM_STEPS):
             others_are_done = swarm.done >= set(HONEST[:num_honest]) - {member.name}
             if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
@@ -132,9 +138,10 @@ def run_with_liar(
     for name in names:
         swarm.start(
             name, new_model, sgd, train, target_batch_size=BATCH * num_honest, batch_size_per_step=BATCH,
-            averaging=replace(PLAIN, aggregate=aggregate, **({"min_span_bytes": 1024} if change is not None else {})),
+            averaging=replace(PLAIN, aggregate=aggregate),
         )  # fmt: skip
-    swarm.run()
+    with smaller(**({"span_numel": 256} if change is not None else {})):
+        swarm.run()
     return swarm, losses
 
 
@@ -156,7 +163,7 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         "reversed": lambda flat_N: -100.0 * flat_N,
         "one value": lambda flat_N: flat_N.clone().index_fill_(0, torch.tensor([4321]), 3e38),
     }
-    swarm, losses = run_with_liar(lambda flat_N, weight: (spoil[kind](flat_N), weight), aggregate="mean")
+    swarm, losses = run_with_liar(lambda flat_N, weight: (spoil[kind](flat_N), weight), says=1e-3)
     honest = [swarm.members[name] for name in HONEST]
     for member in honest:
         counts = member.optimizer.statistics
@@ -237,9 +244,10 @@ def test_a_member_that_accuses_a_reducer_falsely_costs_no_step() -> None:
     for name in names:
         swarm.start(
             name, new_model, sgd, train, target_batch_size=BATCH * len(HONEST), batch_size_per_step=BATCH,
-            averaging=replace(PLAIN, min_span_bytes=1024),
+            averaging=PLAIN,
         )  # fmt: skip
-    swarm.run()
+    with smaller(span_numel=256):
+        swarm.run()
     for name in HONEST:
         counts = swarm.members[name].optimizer.statistics
         assert counts.rounds_committed == NUM_STEPS
@@ -634,9 +642,10 @@ def test_a_member_that_sends_different_means_to_different_members_stops_no_step(
     for name in names:
         swarm.start(
             name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH,
-            averaging=replace(PLAIN, min_span_bytes=1024),
+            averaging=PLAIN,
         )  # fmt: skip
-    swarm.run(2000.0)
+    with smaller(span_numel=256):
+        swarm.run(2000.0)
     before, during = rates(times, ATTACK_S)
     assert during >= 0.8 * before
     for name in names[:-1]:

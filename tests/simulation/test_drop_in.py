@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,6 @@ import pytest
 import torch
 
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.codecs import Plan
-from manyhands.averaging.codecs.error_feedback import Feedbacks
-from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.errors import ConfigError
 from manyhands.optim.optimizer import Optimizer
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
@@ -295,57 +291,6 @@ def test_a_peer_that_loads_an_old_checkpoint_follows_the_run() -> None:
         swarm.start(name, new_model, adam, train, target_batch_size=8, batch_size_per_step=4)
     swarm.run()
     assert len({member.optimizer.state_digest() for member in swarm.members.values()}) == 1
-    assert swarm.members["p1"].optimizer.statistics.states_loaded >= 1
-
-
-def test_loading_a_state_clears_the_error_feedback_of_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm, forgotten = Swarm(), []
-
-    def wide_model() -> torch.nn.Module:
-        torch.manual_seed(1)
-        return torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 2))
-
-    begun: Counter[str] = Counter()  # how often each has begun with no residuals
-    num_forgotten = 0
-    of, forget_errors = Feedbacks.of, RoundRunner.forget_errors
-
-    def new_feedbacks(plan: Plan) -> Feedbacks:
-        begun.update(name for name in swarm.members if swarm.is_running(name))
-        return of(plan)
-
-    def note(runner: RoundRunner, **options: bool) -> None:
-        nonlocal num_forgotten
-        num_forgotten += swarm.is_running("p1")
-        forget_errors(runner, **options)
-
-    monkeypatch.setattr(Feedbacks, "of", new_feedbacks)
-    monkeypatch.setattr(RoundRunner, "forget_errors", note)
-
-    def train(member: Member) -> None:
-        together(2, member)
-        saved = copy.deepcopy(member.optimizer.state_dict())
-        for step in range(2):
-            member.step(loss_of(member.model, step))
-            member.wait_for(step + 1)
-        assert begun[member.name] == 1
-        if member.name == "p1":
-            before = num_forgotten
-            member.optimizer.load_state_dict(saved)
-            forgotten.append(num_forgotten > before)
-            before = num_forgotten
-            member.wait_for(2)
-            forgotten.append(num_forgotten > before)
-        for step in (2, 3):
-            member.step(loss_of(member.model, step))
-            member.wait_for(step + 1)
-
-    averaging = AveragingConfig(codec="int4", error_feedback=True, matchmaking_time_s=10.0, averaging_timeout_s=40.0)
-    for name in ("p0", "p1"):
-        swarm.start(name, wide_model, adam, train, target_batch_size=8, batch_size_per_step=4, averaging=averaging)
-    swarm.run()
-    assert forgotten == [True, True]
-    assert begun == {"p0": 1, "p1": 2}
     assert swarm.members["p1"].optimizer.statistics.states_loaded >= 1
 
 

@@ -14,6 +14,7 @@ from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.round_machine import Round
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
+from tests.smaller import smaller
 from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2", "p3"]
@@ -59,7 +60,8 @@ def test_rounds_with_faults_leave_nothing_behind(end_s: float) -> None:
     for number in range(NUM_LOOKS):  # each peer may be in a round just then, but not always
         world.loop.call_outside(20.0 + 0.4 * number, look)
         world.loop.call_outside(end_s + 0.4 * number, look)
-    world.run(end_s + 20.0, stop_within_s=20.0)
+    with smaller(chunk_numel=4096):
+        world.run(end_s + 20.0, stop_within_s=20.0)
     assert num_before[-1] - num_before[0] >= end_s - 20.0, num_before
     for what in seen[0]:
         before, after = (min(look[what] for look in looks) for looks in (seen[:NUM_LOOKS], seen[NUM_LOOKS:]))

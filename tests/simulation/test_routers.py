@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from manyhands.testing import World
 from manyhands.testing.host import Host
 from tests.network import ECHO, Text, serve_echo
 from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, together
+from tests.smaller import smaller
 from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,10 +129,11 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
             client_mode=name != "public",
             begins_s=0.5 * number,
             target_batch_size=32,
-            averaging=replace(PLAIN, min_span_bytes=1024),
+            averaging=PLAIN,
         )
         swarm.world.network.hosts[name].router = "none" if name == "public" else router  # type: ignore[assignment]
-    swarm.run()
+    with smaller(span_numel=256):
+        swarm.run()
     assert all(len(group) == len(names) for group in groups.values()), "all contribute to the last step"
     clients = [before[name] for name in names[1:]]
     if is_shared:

@@ -114,7 +114,7 @@ class Lines:
 def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, *, is_guest: bool = False) -> tuple[Lines, PeerId]:
     """One of ``NUM_PEERS`` sends so much a second, the others have 50 Mbit/s."""
     up = {f"p{number}": 50.0 for number in range(NUM_PEERS)} | {SLOW: up_mbit_s}
-    config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
+    config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, codec="none")
     lines = Lines(up, 50.0, 0.005, config, guest=SLOW if is_guest else "")
     lines.run(num_rounds)
     return lines, lines.ids[SLOW]

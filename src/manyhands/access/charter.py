@@ -33,19 +33,18 @@ class Limits(msgspec.Struct, frozen=True):
     Attributes:
         max_weight_ratio: its weight, as a multiple of the median of its group; it may earn more than that.
         max_weight_share: its weight, as a share of its group's, in groups of 5 and more.
-        max_norm_ratio: the norm of its values, as a multiple of the median of its group.
     Raises:
         ConfigError: one of them breaks its rule.
     """
 
     max_weight_ratio: float = 3.0
     max_weight_share: float = 0.25
-    max_norm_ratio: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, ratio in (("max_weight_ratio", self.max_weight_ratio), ("max_norm_ratio", self.max_norm_ratio)):
-            if not 1 <= ratio < math.inf:
-                raise ConfigError(f"{name} is {ratio:g}; it must be finite and at least 1, for example 10")
+        if not 1 <= self.max_weight_ratio < math.inf:
+            raise ConfigError(
+                f"max_weight_ratio is {self.max_weight_ratio:g}; it must be finite and at least 1, for example 10"
+            )
         if not 0 < self.max_weight_share <= 1:
             raise ConfigError(
                 f"max_weight_share is {self.max_weight_share:g}; it must be above 0 and at most 1, for example 0.25"

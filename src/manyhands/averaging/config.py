@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.averaging.grid.seats import MAX_SIDE
-from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
-from manyhands.base.arguments import check_flags, check_number, number_of, whole
+from manyhands.base.arguments import check_number, number_of, whole
 from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
@@ -32,11 +31,6 @@ class AveragingConfig:
         matchmaking_time_s: how long a round waits for expected peers; it starts at once when all are there.
         averaging_timeout_s: limit of a round, from when its group has formed until the votes are there; the verdict
             follows at once. The search for the group has as much time before that.
-        stream_timeout_s: limit of opening the streams between the members of a formed group, and the extra time of a
-            late member once the others are done.
-        in_doubt_timeout_s: how long a member that lost its leader asks the others for the verdict.
-        chunk_bytes: the most float32 bytes that are encoded, reduced and sent on at once, in groups that this peer
-            leads.
         codec: how values are encoded: ``none`` (exact), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
             when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors are
             always exact. All peers of a run must have the same setting.
@@ -46,11 +40,6 @@ class AveragingConfig:
             the same. ``centered_clip`` is for runs of strangers: a mean that is not exact, and that several liars
             together move much less (:mod:`manyhands.averaging.allreduce.centered_clip`). All peers of a run must have
             the same setting. A :class:`manyhands.Averager` takes the mean.
-        error_feedback: add the error of a lossy codec in one round to the values of the next, so that nothing is lost
-            in the long run; for gradients and the like. It takes memory of four vectors, half of it only during a
-            round. Each peer may have its own setting.
-        min_span_bytes: in groups that this peer leads, no member reduces less, so few members reduce a small vector.
-            Opening a stream would take longer than sending a smaller span.
         bandwidth_mbit_s: this machine's uplink in megabits per second: a first guess, until rounds have shown it (on
             Linux, on links of 10 ms and more). A peer with more bandwidth reduces more. By default it counts as the
             median of the others.
@@ -60,23 +49,16 @@ class AveragingConfig:
 
     matchmaking_time_s: float = 15.0
     averaging_timeout_s: float = 60.0
-    stream_timeout_s: float = 10.0
-    in_doubt_timeout_s: float = 3.0
-    chunk_bytes: int = 4 * DEFAULT_CHUNK_NUMEL
     codec: str = AUTO
     aggregate: str = CLIP
-    error_feedback: bool = False
-    min_span_bytes: int = 16 * 1024
     bandwidth_mbit_s: float | None = None
     max_group_size: int = 256
 
     def __post_init__(self) -> None:
-        check_flags(error_feedback=self.error_feedback)
-        for name in ("matchmaking_time_s", "averaging_timeout_s", "stream_timeout_s", "in_doubt_timeout_s"):
+        for name in ("matchmaking_time_s", "averaging_timeout_s"):
             check_number(name, getattr(self, name), example=getattr(AveragingConfig, name))
-        for name, least in (("chunk_bytes", 4), ("min_span_bytes", 0), ("max_group_size", 2)):
-            number = whole(name, getattr(self, name), least=least, example=getattr(AveragingConfig, name))
-            object.__setattr__(self, name, number)
+        max_group_size = whole("max_group_size", self.max_group_size, least=2, example=AveragingConfig.max_group_size)
+        object.__setattr__(self, "max_group_size", max_group_size)
         if not self.matchmaking_time_s < self.averaging_timeout_s:
             raise ConfigError(
                 f"matchmaking_time_s={self.matchmaking_time_s} and averaging_timeout_s={self.averaging_timeout_s}: "
@@ -84,8 +66,6 @@ class AveragingConfig:
             )
         if self.max_group_size > MAX_SIDE:
             raise ConfigError(f"max_group_size={self.max_group_size} must be at most {MAX_SIDE}; for example 256")
-        if self.chunk_bytes % 4:
-            raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
         if self.codec not in (AUTO, *CODEC_NAMES) and not self.is_sparse:
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")

@@ -29,7 +29,6 @@ MAX_NORM = 2.0**160
 """Limit of the norm of one peer's vector; no vector of finite float32 has a larger one."""
 MAX_BANDWIDTH = 10**12
 """Limit in bytes per second; far above any link."""
-DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
@@ -121,8 +120,6 @@ class Group(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         nonce: chosen by the leader, so that no two groups are alike.
-        min_span_numel: smallest span in elements; a short vector is not reduced by all members.
-        chunk_numel: the most elements that are encoded and reduced at once.
         codec: see docs/reference/wire.md.
         late: one of :class:`Late`.
     """
@@ -131,8 +128,6 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     leader: PeerIdText
     position: Position
     members: list[Member]
-    min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
-    chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     late: LateNumber = 0
 

@@ -16,15 +16,15 @@ import torch
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.streams import PartnerStreams
-from manyhands.averaging.codecs import INT4, INT8, NONE, Feedbacks, codec_named, codec_of_code, plan_of, sent_norm
-from manyhands.averaging.config import CENTERED_CLIP, CLIP, AveragingConfig
+from manyhands.averaging.codecs import INT4, INT8, NONE, Plan, Unsent, codec_named, codec_of_code, plan_of
+from manyhands.averaging.config import CENTERED_CLIP, CLIP, MEAN, AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_NORM, MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
 from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
-from manyhands.averaging.round.limits import MAX_BEYOND, MemberLimits, limited, trusted, what_does_not_count
+from manyhands.averaging.round.limits import MemberLimits, limited, trusted, what_does_not_count
 from manyhands.averaging.round.times import RoundTimes, is_pace_known
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -61,7 +61,7 @@ class CommittedRound:
             this member lacks the mean that most hold: it must get this step, or the state, from one of them.
         averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
-        is_outsized: the others left out this peer's values, as they were too large beside theirs.
+        is_outsized: the others left out this peer's values, as they were not finite, or too large.
         usual_norm: median norm of the members' values; 0 without limits.
         means: the means as they were sent, in memory that later rounds overwrite; None if ``averaged_N`` is None.
         may_be_lacking: whether other members may lack the means, as a member was lost or left out.
@@ -123,17 +123,12 @@ class RoundRunner:
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()  # of the current round
         self.memory = Memory()
-        self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
+        self._unsent: dict[int, Unsent] = {}  # by part of the vector, with a sparse codec
         self._num_limited = 0  # rounds in which this peer's weight or norm was over the limit
 
-    def forget_errors(self, *, keeps_unsent: bool = False) -> None:
-        """Drop the error feedback, as the values that it belongs to are gone.
-
-        Args:
-            keeps_unsent: with a sparse codec, keep it: it holds the values that were not sent yet.
-        """
-        if not (keeps_unsent and self._config.is_sparse):
-            self._feedbacks.clear()
+    def forget_unsent(self) -> None:
+        """Drop what a sparse codec has not sent, as the parameters to which it belongs are gone."""
+        self._unsent.clear()
 
     async def close(self) -> None:
         await self.matchmaker.close()
@@ -167,7 +162,7 @@ class RoundRunner:
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
                 aborted. An exception from it ends the round for this peer.
-            part: number of this vector, if several vectors take turns: each has an error feedback of its own.
+            part: number of this vector, if several take turns: a sparse codec keeps apart what it did not send of each.
             norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
                 None if the members bring values of their own.
         Raises:
@@ -192,12 +187,12 @@ class RoundRunner:
         times = RoundTimes(self._config, group, contribution.rank, deadline, hurried)
         voters = self.matchmaker.voters(group.members)
         driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
-        feedbacks = contribution.feedbacks
+        unsent = contribution.unsent
         try:
             committed = await self._take_part(driver, contribution, formed_at)
-            if feedbacks is not None:
-                is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
-                await run_to_end(functools.partial(feedbacks.commit, is_left_out=is_left_out))
+            is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
+            if unsent is not None and not is_left_out:
+                await run_to_end(unsent.commit)
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
             seconds = self._loop.time() - formed_at
@@ -212,8 +207,8 @@ class RoundRunner:
                 self._bandwidth.lose_round()
             raise
         finally:
-            if feedbacks is not None:
-                feedbacks.abort()
+            if unsent is not None:
+                unsent.abort()
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
@@ -246,20 +241,24 @@ class RoundRunner:
         )
 
     def _norm_of(self, flat_N: torch.Tensor, shapes: Shapes, part: int) -> float:
-        """The norm of what this peer will send, at most: its values and, with error feedback, what was not sent before.
+        """The norm of what this peer will send, without integers of buffers and the like.
 
-        Integers of buffers and the like do not count. 0 if a value is not finite: then nothing is sent.
+        0 if a value is not finite: then nothing is sent.
         """
-        feedbacks = self._feedbacks.get(part)
-        setting = self._config.codec
-        plan = plan_of(shapes, codec_named(setting) if self._config.is_sparse else NONE, dtype=flat_N.dtype)
-        if self._config.is_sparse:
-            if feedbacks is not None and feedbacks.plan.segments != plan.segments:
-                feedbacks = None  # of another plan: this round begins without it
-            norm = sent_norm(plan, flat_N, feedbacks.sent if feedbacks is not None else None)
-        else:
-            norm = plan.norm(flat_N) + (feedbacks.sent.norm() if feedbacks is not None else 0.0)
+        codec = codec_named(self._config.codec) if self._config.is_sparse else NONE
+        plan = plan_of(shapes, codec, dtype=flat_N.dtype)
+        unsent = self._unsent_of(plan, part)
+        norm = unsent.norm_of(flat_N) if unsent is not None else plan.norm(flat_N)
         return norm if norm <= MAX_NORM else 0.0
+
+    def _unsent_of(self, plan: Plan, part: int) -> Unsent | None:
+        """What was not sent of a part of the vector; None without a sparse codec."""
+        if not plan.passes_on:
+            return None
+        unsent = self._unsent.get(part)
+        if unsent is None or unsent.plan.segments != plan.segments:  # the first round
+            self._unsent[part] = unsent = Unsent(plan)
+        return unsent
 
     async def _find_group(
         self, weight: float, norm: float, gather_s: float | None, timeout_s: float, *, clips: bool
@@ -338,18 +337,10 @@ class RoundRunner:
         assert rank is not None
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
-        feedbacks = None
-        if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
-            feedbacks = self._feedbacks.get(part)
-            if feedbacks is None or feedbacks.plan.segments != plan.segments:  # the first round, or another codec
-                self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
-            own = group.members[rank]
-            if own.weight > 0 and not plan.passes_on:  # the feedback of a sparse codec is not scaled
-                feedbacks.sent.share = own.weight * own.scale / sum(member.weight for member in group.members)
-                feedbacks.sent.grow_at_most((MAX_BEYOND - 1) / 2 * own.norm if clips else math.inf)
         return Contribution(
             group=group, rank=rank, flat_N=flat_N, plan=plan, refill=refill, memory=self.memory,
-            feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
+            unsent=self._unsent_of(plan, part), limits=self._limits,
+            norm_before=None if self._config.aggregate == MEAN else norm_before,
             clips=clips, usual_of=trusted(group, self.matchmaker.roster),
             is_robust=self._limits is not None and self._config.aggregate == CENTERED_CLIP and norm_before is None,
         )  # fmt: skip

@@ -30,11 +30,12 @@ derived               seconds    because
                                  record; pause before a donor that was full is asked again
 ``MOMENT_S``          1          half an answer. By then a record or a message that was on its way has arrived; a
                                  training loop waits no longer for a read of the records
-``LATE_ANSWER_S``     3          an answer and a moment. By then an averager has read the records, and the others
-                                 see a peer that has just come
+``LATE_ANSWER_S``     3          an answer and a moment. By then an averager has read the records, the others see a
+                                 peer that has just come, and a member that lost its leader has asked the others
 ``TWO_ANSWERS_S``     4          meanwhile a silent peer could answer again, or another peer answer in its place
 ``FOUR_ANSWERS_S``    8          the same, where that peer itself waits ``TWO_ANSWERS_S`` for another one
-``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read or another step
+``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read, another step, or the stream to
+                                 another member of a round
 ``STALL_S``           20         four dials. After it, a transfer that moved less than 256 KiB, or a call to the
                                  network thread, is given up; a peer that is outvoted goes where the others are
 ``JOIN_S``            40         a record's lifetime and two dials. By then the link of a newcomer is up again, or a
@@ -45,10 +46,9 @@ derived               seconds    because
 ``METRICS_S``         600        twice ``IDLE_S``. Lifetime of metrics, for monitors that are started later
 ====================  =========  ===================================================================================
 
-:mod:`.round.times` says how long a round waits for whom. The user sets the others: ``matchmaking_time_s``,
-``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
-(:class:`manyhands.averaging.config.AveragingConfig`), and how often an optimizer publishes and reads
-(:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts all durations.
+:mod:`.round.times` says how long a round waits for whom. The user sets the others: ``matchmaking_time_s`` and
+``averaging_timeout_s`` (:class:`manyhands.averaging.config.AveragingConfig`), and how often an optimizer publishes and
+reads (:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts all durations.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ INSTEAD = {
     "declare_state_period": "",
     "throughput": "averaging=AveragingConfig(bandwidth_mbit_s=...)",
     "bandwidth": "averaging=AveragingConfig(bandwidth_mbit_s=...)",
-    "part_size_bytes": "averaging=AveragingConfig(chunk_bytes=...)",
-    "chunk_size_bytes": "averaging=AveragingConfig(chunk_bytes=...)",
+    "part_size_bytes": "",
+    "chunk_size_bytes": "",
     # of hivemind.DHT, its node and its daemon
     "start": ": it starts when it is made",
     "await_ready": ": it has joined when it is made",

@@ -52,10 +52,6 @@ def create(
     max_weight_share: Annotated[
         float, Parameter(help="Largest weight of a member, as a share of its group's, in groups of 5 and more.")
     ] = Limits().max_weight_share,
-    max_norm_ratio: Annotated[
-        float,
-        Parameter(help="Values with a norm above this multiple of the group's median are left out of the round."),
-    ] = Limits().max_norm_ratio,
 ) -> None:
     """Make a run key, and sign the charter of the run with it.
 
@@ -73,7 +69,7 @@ def create(
         raise ConfigError(f"{len(coordinator)} coordinators are named; name at most {MAX_COORDINATORS}")
     for peer_id in coordinator:
         public_key_of(PeerId(peer_id))
-    limits = Limits(max_weight_ratio, max_weight_share, max_norm_ratio)
+    limits = Limits(max_weight_ratio, max_weight_share)
     key_path = key or Path(f"{run_id}.key")
     path = charter or Path(f"{run_id}.charter")
     if key is not None and not key.exists():

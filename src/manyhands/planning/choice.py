@@ -122,8 +122,6 @@ def _arguments(run: Run, constants: Constants, chosen: Step) -> tuple[str, ...]:
     if chosen.steps == "local":
         lines.append("local_steps=manyhands.LocalSteps()")
     averaging = [f'codec="{chosen.codec}"'] if chosen.codec != _auto_of(run) else []
-    if chosen.codec == "int4":
-        averaging.append("error_feedback=True")
     longest_s = TIME_TO_SPARE * averaging_s_of(run, constants, chosen.codec, parameters_share=1.0)
     if longest_s > AveragingConfig.averaging_timeout_s:
         averaging.append(f"averaging_timeout_s={rounded_up(longest_s)}")

@@ -22,7 +22,7 @@ def test_a_charter_comes_back_from_its_file_and_from_the_wire(tmp_path: Path) ->
     CHARTER.save(path)
     assert SignedCharter.load(path) == CHARTER
     assert SignedCharter.from_bytes(CHARTER.signed.encoded(), "peer") == CHARTER
-    assert CHARTER.charter.limits == Limits(max_weight_ratio=3.0, max_weight_share=0.25, max_norm_ratio=10.0)
+    assert CHARTER.charter.limits == Limits(max_weight_ratio=3.0, max_weight_share=0.25)
     shown = path.read_text()
     assert f'"digest": "{CHARTER.digest.hex()}"' in shown, "people can read what they sign"
     with pytest.raises(ConfigError, match="exists, and is not overwritten"):
@@ -62,7 +62,6 @@ def test_a_charter_that_the_owner_has_not_signed_is_refused() -> None:
         {"manifest": b"short"},
         {"limits": {"max_weight_ratio": float("nan")}},
         {"limits": {"max_weight_share": 0.0}},
-        {"limits": {"max_norm_ratio": float("inf")}},
         {"created_at": float("inf")},
     ],
 )

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.codecs import Codec, Plan, Segment
+from manyhands.averaging.codecs import Codec, Plan, Segment, Unsent
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
+from tests.smaller import smaller
 
 AT = Position(3, b"lineage")
 
@@ -26,7 +27,6 @@ def group_of(
     clients: Sequence[int] = (),
     bandwidths: Sequence[int] = (),
     not_reducing: Sequence[int] = (),
-    min_span_numel: int = 1,
 ) -> Group:
     members = [
         Member(
@@ -40,7 +40,7 @@ def group_of(
         for rank in range(num_members)
     ]
     leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
-    return Group(b"group", leader, AT, members, min_span_numel)
+    return Group(b"group", leader, AT, members)
 
 
 def plan_in(codec: Codec, numel: int) -> Plan:
@@ -48,10 +48,20 @@ def plan_in(codec: Codec, numel: int) -> Plan:
     return Plan([Segment(0, numel, codec)])
 
 
-def butterfly_of(group: Group, rank: int, flat_N: torch.Tensor, plan: Plan) -> Butterfly:
-    """A member's part in an all-reduce of all members."""
-    return Butterfly(
-        group, rank, flat_N, plan,
-        members=range(len(group.members)), averaged_N=torch.empty_like(flat_N),
-        memory=Memory(), feedbacks=None, is_measured=False,
-    )  # fmt: skip
+def butterfly_of(group: Group, rank: int, flat_N: torch.Tensor, plan: Plan, span_numel: int = 1) -> Butterfly:
+    """A member's part in an all-reduce of all members; no span is smaller than ``span_numel``."""
+    with smaller(span_numel=span_numel):
+        return Butterfly(
+            group, rank, flat_N, plan,
+            members=range(len(group.members)), averaged_N=torch.empty_like(flat_N),
+            memory=Memory(), unsent=None, is_measured=False,
+        )  # fmt: skip
+
+
+def sent(unsent: Unsent, values: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """What others decode of values that a member sends with a sparse codec."""
+    encoded = torch.empty(unsent.plan.num_bytes(start, start + values.numel()), dtype=torch.uint8)
+    unsent.encode(values, start, encoded)
+    decoded = torch.empty_like(values)
+    unsent.plan.decode(encoded, start, decoded)
+    return decoded

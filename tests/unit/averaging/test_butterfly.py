@@ -37,16 +37,17 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
 
 @given(st.integers(1, 8), st.sets(st.integers(0, 7)), st.integers(0, 40), st.integers(1, 50))
 def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
-    num_members: int, clients: set[int], numel: int, min_span_numel: int
+    num_members: int, clients: set[int], numel: int, span_numel: int
 ) -> None:
     clients &= set(range(num_members - 1))
-    group = group_of(num_members, clients=sorted(clients), min_span_numel=min_span_numel)
+    group = group_of(num_members, clients=sorted(clients))
 
     async def partners() -> list[list[int]]:
-        return [butterfly_of(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
+        values_N = torch.zeros(numel)
+        return [butterfly_of(group, rank, values_N, exact(numel), span_numel).partners for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
-    num_reducers = max(1, min(num_members - len(clients), numel // min_span_numel)) if numel else 0
+    num_reducers = max(1, min(num_members - len(clients), numel // span_numel)) if numel else 0
     num_streams = sum(map(len, by_rank)) // 2
     num_others = num_members - num_reducers
     assert num_streams == num_reducers * (num_reducers - 1) // 2 + num_reducers * num_others

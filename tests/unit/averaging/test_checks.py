@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.allreduce.checks import LEAVES_OUT, NO_MEANS, OTHER_VALUES, SpanCheck, Told
-from manyhands.averaging.allreduce.norms import Norms
+from manyhands.averaging.allreduce.checks import LEAVES_OUT, NO_MEANS, OTHER_VALUES, Norms, SpanCheck, Told
 from manyhands.averaging.codecs import (
     BF16,
     FP16,
@@ -25,12 +24,11 @@ from manyhands.averaging.codecs import (
     NONE,
     Chosen,
     Codec,
-    ErrorFeedback,
-    Feedbacks,
     Plan,
     Sparse,
     Uncompared,
     Unscaled,
+    Unsent,
     kernels,
     plan_of,
 )
@@ -40,6 +38,7 @@ from manyhands.base.errors import PeerLost
 from manyhands.testing.lies import lie_about_means
 from manyhands.transport.memory import MemoryStream
 from tests.liars import forget_values
+from tests.smaller import smaller
 from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of, peer
 
@@ -55,11 +54,7 @@ class World:
 
     group: Group
     plan: Plan
-    feeds_back: bool = False
-    feedbacks: list[Feedbacks | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.feedbacks = [Feedbacks.of(self.plan) if self.feeds_back else None for _ in self.group.members]
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def exchange(
         self,
@@ -81,11 +76,12 @@ class World:
             for rank, vector in enumerate(vectors):
                 own_N = vector.clone()
                 averaged_N = own_N if rank in in_place else torch.empty_like(own_N)
-                butterfly = Butterfly(
-                    self.group, rank, own_N, self.plan,
-                    members=range(len(vectors)), averaged_N=averaged_N, memory=Memory(),
-                    feedbacks=self.feedbacks[rank], is_measured=True,
-                )  # fmt: skip
+                with smaller(**{"span_numel": 1} | self.sizes):
+                    butterfly = Butterfly(
+                        self.group, rank, own_N, self.plan,
+                        members=range(len(vectors)), averaged_N=averaged_N, memory=Memory(),
+                        unsent=Unsent(self.plan) if self.plan.passes_on else None, is_measured=True,
+                    )  # fmt: skip
                 if changes and rank in changes:
                     changes[rank](butterfly)
                 butterflies.append(butterfly)
@@ -101,11 +97,7 @@ class World:
             await asyncio.gather(*runs)
             return butterflies
 
-        ended = asyncio.run(asyncio.wait_for(run(), 60.0))
-        for feedbacks in self.feedbacks:
-            if feedbacks is not None:
-                feedbacks.commit()
-        return ended
+        return asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 class Breaking(MemoryStream):
@@ -191,13 +183,11 @@ def test_honest_reducers_are_never_complained_of(codec: Codec, seed: int) -> Non
     plan = plan_of(shapes, codec)
     weights = [rng.choice([0.0, 1.0, rng.uniform(0.1, 9.0)]) for _ in range(num_members)]
     weights[0] = 1.0
-    group = group_of(
-        num_members, weights=weights, clients=[rank for rank in range(1, num_members) if rng.random() < 0.2],
-        min_span_numel=rng.choice([1, 100, 2000]),
-    )  # fmt: skip
+    clients = [rank for rank in range(1, num_members) if rng.random() < 0.2]
+    sizes = {"span_numel": rng.choice([1, 100, 2000]), "chunk_numel": rng.choice([300, 1000, 1 << 20])}
+    group = group_of(num_members, weights=weights, clients=clients)
     group = clipped(group, [rng.choice([1.0, 1.0, rng.uniform(0.01, 1.0)]) for _ in weights])
-    group = msgspec.structs.replace(group, chunk_numel=rng.choice([300, 1000, 1 << 20]))
-    world = World(group, plan, feeds_back=codec is not NONE and rng.random() < 0.5)
+    world = World(group, plan, sizes)
     for _ in range(3):
         common, kind = randn(plan.numel, rng.randrange(1 << 30)), rng.choice(KINDS)
         vectors = [gradient_like(rng, plan.numel, kind, rank, common) for rank in range(num_members)]
@@ -218,24 +208,11 @@ def test_honest_reducers_of_large_chunks_are_not_complained_of(codec: Codec) -> 
     """Where the kernels average, and pieces of means lie in several chunks."""
     kernels.prepare(kernels.MIN_NUMEL, "auto")
     plan = plan_of([(1000, 1024), (99,)], codec)
-    group = msgspec.structs.replace(group_of(3, weights=[1.0, 2.0, 3.0]), chunk_numel=100_000)
+    group = group_of(3, weights=[1.0, 2.0, 3.0])
     vectors = [randn(plan.numel, rank) for rank in range(3)]
-    ended = World(group, plan).exchange(vectors, in_place=[0])
+    ended = World(group, plan, sizes={"chunk_numel": 100_000}).exchange(vectors, in_place=[0])
     assert not complaints(ended)
     assert all(torch.equal(butterfly.averaged_N, ended[0].averaged_N) for butterfly in ended)
-
-
-def test_errors_that_a_reducer_still_has_to_make_up_for_are_small_beside_its_mean() -> None:
-    """They are those of a step of large gradients."""
-    plan = plan_of([(80, 80)], INT4)
-    world = World(group_of(4), plan, feeds_back=True)
-    large, small = [100 * randn(plan.numel, rank) for rank in range(4)], randn(plan.numel, 9)
-    world.exchange(large)
-    world.feedbacks = [Feedbacks(plan, ErrorFeedback(plan), one.reduced) for one in world.feedbacks if one is not None]
-    ended = world.exchange([small, -small, 0.1 * small, small])
-    assert not complaints(ended)
-    mean = (0.1 * small + small) / 4
-    assert (ended[0].averaged_N - mean).norm() < mean.norm()
 
 
 # liars
@@ -340,7 +317,7 @@ def test_records_with_numbers_that_cannot_be_are_refused(number: float, is_of_no
 
 def test_contributions_that_are_passed_on_need_no_products() -> None:
     plan = plan_of([(80, 80)], Sparse(top=8, chunk=64))
-    world = World(group_of(3), plan, feeds_back=True)
+    world = World(group_of(3), plan)
     ended = world.exchange([randn(plan.numel, rank) for rank in range(3)])
     assert not complaints(ended)
     assert Norms(plan, 3).told().products == []

@@ -264,60 +264,64 @@ def test_a_norm_of_next_to_nothing_may_be_said_wrongly() -> None:
     assert counted_norms(saying([1.0] * 3, [1.0, 1.0, 0.0]), [1.0, 1.0, 1e-23]) == [1.0, 1.0, 1e-23]
 
 
-def test_a_norm_over_ten_times_the_median_is_too_large() -> None:
-    assert outsized([1.0, 1.2, 10.0, 0.9], [4.0] * 4, LIMITS) == set()
-    assert outsized([1.0, 1.2, 12.0, 0.9], [4.0] * 4, LIMITS) == {2}
+def test_values_that_are_not_finite_are_left_out_and_no_others() -> None:
+    assert outsized([1.0, 1.2, 1e30, 0.9], [4.0] * 4, LIMITS) == set()
     assert outsized([1.0, math.inf, 1.0], [4.0] * 3, LIMITS) == {1}
     assert outsized([1.0, math.inf, 1.0], [4.0, 0.0, 4.0], LIMITS) == set(), "it has given no values"
 
 
-def test_nobody_is_judged_where_there_is_no_majority_to_judge_by() -> None:
-    assert outsized([1.0, math.inf], [1.0, 1.0], LIMITS) == set()
-    assert outsized([0.0, 0.0, 1.0], [1.0] * 3, LIMITS) == set()
-    assert outsized([math.inf, math.inf, 1.0], [1.0] * 3, LIMITS) == set()
+BEFORE = [None, 0.5]
+"""In a round of values, and in a later round of a grid."""
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_nobody_is_judged_where_there_is_no_majority_to_judge_by(before: float | None) -> None:
+    assert outsized([1.0, math.inf], [1.0, 1.0], LIMITS, before=before) == set()
+    assert outsized([0.0, 0.0, 1.0], [1.0] * 3, LIMITS, before=before) == set()
+    assert outsized([math.inf, math.inf, 1.0], [1.0] * 3, LIMITS, before=before) == set()
+
+
+# in the later rounds of a grid
+
+
+def test_a_mean_over_ten_times_the_median_is_too_large() -> None:
+    assert outsized([1.0, 1.2, 10.0, 0.9], [4.0] * 4, LIMITS, before=0.0) == set()
+    assert outsized([1.0, 1.2, 12.0, 0.9], [4.0] * 4, LIMITS, before=0.0) == {2}
+    assert outsized([1.0, math.inf, 1.0], [4.0] * 3, LIMITS, before=0.0) == {1}
 
 
 def test_one_sample_beside_large_batches_is_not_too_large() -> None:
     """Its norm is that of noise: up to the root of the others' batch size larger."""
-    assert outsized([1.0, 1.0, math.sqrt(1000.0)], [1000.0, 1000.0, 1.0], LIMITS) == set()
-    assert outsized([1.0, 1.0, 400.0], [1000.0, 1000.0, 1.0], LIMITS) == {2}
+    assert outsized([1.0, 1.0, math.sqrt(1000.0)], [1000.0, 1000.0, 1.0], LIMITS, before=0.0) == set()
+    assert outsized([1.0, 1.0, 400.0], [1000.0, 1000.0, 1.0], LIMITS, before=0.0) == {2}
 
 
 def test_a_member_whose_values_never_came_says_nothing_about_those_of_others() -> None:
-    assert outsized([50.0, 0.0, 2.5], [1.0] * 3, LIMITS) == set(), "two are left, and neither has a majority"
-    assert outsized([50.0, 0.0, 2.5, 2.5], [1.0] * 4, LIMITS) == {0}
+    assert outsized([50.0, 0.0, 2.5], [1.0] * 3, LIMITS, before=0.0) == set(), "two are left: neither has a majority"
+    assert outsized([50.0, 0.0, 2.5, 2.5], [1.0] * 4, LIMITS, before=0.0) == {0}
 
 
 def test_means_that_cancelled_are_compared_with_what_went_into_them() -> None:
     norms, weights = [0.01, 1.0, 0.01, 11.0], [1.0] * 4
-    assert outsized(norms, weights, LIMITS) == {3}
-    assert outsized([0.01, 1.0, 0.01], weights[:3], LIMITS) == {1}
-    assert outsized(norms, weights, LIMITS, at_least=1.0) == {3}
-    assert outsized(norms[:3], weights[:3], LIMITS, at_least=1.0) == set()
-    assert outsized([math.inf, 1.0, 0.01], weights[:3], LIMITS, at_least=1.0) == {0}
+    assert outsized(norms, weights, LIMITS, before=0.0) == {3}
+    assert outsized([0.01, 1.0, 0.01], weights[:3], LIMITS, before=0.0) == {1}
+    assert outsized(norms, weights, LIMITS, before=1.0) == {3}
+    assert outsized(norms[:3], weights[:3], LIMITS, before=1.0) == set()
+    assert outsized([math.inf, 1.0, 0.01], weights[:3], LIMITS, before=1.0) == {0}
     assert usual_norm([0.01, math.inf, 3.0, 0.0], [1.0, 0.0, 1.0, 1.0]) == pytest.approx(1.505)
     assert usual_norm([0.0], [1.0]) == 0.0
 
 
-def test_norms_may_grow_with_the_weight_in_local_steps() -> None:
-    local = MemberLimits(norm_grows=True)
-    assert outsized([40.0, 1.0, 1.0], [40.0, 1.0, 1.0], LIMITS) == {0}
-    assert outsized([400.0, 1.0, 1.0], [40.0, 1.0, 1.0], local) == set()
-    assert outsized([401.0, 1.0, 1.0], [40.0, 1.0, 1.0], local) == {0}
-    assert outsized([11.0, 1.0, 1.0], [1.0, 1.0, 1.0], local) == {0}
-    assert outsized([31.0, 1.0, 1.0], [0.1, 1.0, 1.0], local) == set(), "one batch has more noise than ten"
-
-
 def test_norms_are_compared_with_those_before_where_means_may_cancel() -> None:
     norms = [0.01, 0.2, 0.0001, 100.0]
-    assert outsized(norms, [1.0] * 4, LIMITS) == {3}
-    assert outsized(norms, [1.0] * 4, LIMITS, at_least=0.5) == {3}
-    assert outsized([math.inf, math.inf, 1.0], [1.0] * 3, LIMITS) == set(), "most have nothing to compare with"
+    assert outsized(norms, [1.0] * 4, LIMITS, before=0.0) == {3}
+    assert outsized(norms, [1.0] * 4, LIMITS, before=0.5) == {3}
+    assert outsized([math.inf, math.inf, 1.0], [1.0] * 3, LIMITS, before=0.5) == set(), "most have nothing to compare"
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_weight_ratio": 0.5}, {"max_norm_ratio": math.nan}, {"max_weight_share": 0.0}, {"max_weight_share": 2.0}],
+    [{"max_weight_ratio": 0.5}, {"max_weight_ratio": math.nan}, {"max_weight_share": 0.0}, {"max_weight_share": 2.0}],
 )
 def test_limits_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="for example"):

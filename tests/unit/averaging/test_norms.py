@@ -7,20 +7,19 @@ import math
 import pytest
 import torch
 
-from manyhands.averaging.allreduce.norms import Norms
+from manyhands.averaging.allreduce.checks import Norms
 from manyhands.averaging.codecs import (
-    INT4,
     INT8,
     NONE,
     Chosen,
     Codec,
-    ErrorFeedback,
     Sparse,
     Uncompared,
+    Unsent,
     plan_of,
-    sent_norm,
 )
 from manyhands.averaging.codecs.codec import square_of
+from tests.unit.averaging.groups import sent
 
 NUM_VALUES = 5000
 
@@ -62,40 +61,10 @@ def test_a_vector_has_the_norm_that_its_reducers_measure() -> None:
 def test_the_norm_that_is_said_with_a_sparse_codec_is_that_of_the_values_that_are_sent() -> None:
     plan = plan_of([(100, 4096), (7,)], Sparse())
     vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(1))
-    feedback = ErrorFeedback(plan)
+    unsent = Unsent(plan)
     for _ in range(3):
-        said, encoded = sent_norm(plan, vector, feedback), torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
-        sent = feedback.encode(vector, 0, encoded)
-        feedback.commit()
-        assert said == pytest.approx(sent.norm().item(), rel=1e-5)
+        said = unsent.norm_of(vector)
+        assert said == pytest.approx(sent(unsent, vector).norm().item(), rel=1e-5)
+        unsent.commit()
         assert said < plan.norm(vector)
-    assert sent_norm(plan, torch.full((plan.numel,), math.inf), feedback) == math.inf
-
-
-def test_what_error_feedback_adds_stays_within_what_was_said() -> None:
-    """Also where the share of a vector shrinks, so that the errors of the last one count many times."""
-    plan = plan_of([(1000, 100)], INT4)
-    vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(1))
-    feedback = ErrorFeedback(plan)
-    encoded = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
-    feedback.encode(vector, 0, encoded)
-    feedback.commit()
-    said = plan.norm(vector) + feedback.norm()
-    feedback.share = 0.001
-    assert feedback.encode(vector, 0, encoded).norm().item() > 2 * said
-    feedback.abort()
-    feedback.grow_at_most(0.05 * said)
-    assert feedback.encode(vector, 0, encoded).norm().item() < 1.05 * said
-
-
-def test_the_norm_of_residuals_is_that_after_the_last_round_that_counted() -> None:
-    plan = plan_of([(2, 4096)], INT8)
-    feedback = ErrorFeedback(plan)
-    values, out = torch.randn(8192), torch.empty(plan.num_bytes(0, 8192), dtype=torch.uint8)
-    assert feedback.norm() == 0
-    decoded = feedback.encode(values, 0, out)
-    feedback.abort()
-    assert feedback.norm() == 0
-    feedback.encode(values, 0, out)
-    feedback.commit()
-    assert feedback.norm() == pytest.approx((values - decoded).norm().item(), rel=1e-5)
+    assert unsent.norm_of(torch.full((plan.numel,), math.inf)) == math.inf

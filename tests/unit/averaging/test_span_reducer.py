@@ -15,6 +15,7 @@ from manyhands.averaging.codecs import FP16, INT8, NONE, Chosen, Codec, kernels,
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
+from tests.smaller import smaller
 
 OWN, OTHER, LIAR = range(3)
 NUMEL = 3 << 18
@@ -45,13 +46,14 @@ def reduced(
         bad_at: from this byte on, 4 bytes of the liar's last chunk cannot be.
     """
     group, plan = group_of([1.0, 2.0, 3.0]), plan_of(shapes, codec)
-    partition = Partition(group, range(3), plan)
+    with smaller(span_numel=1):
+        partition = Partition(group, range(3), plan)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
     encoded = torch.empty(partition.num_bytes[OWN], dtype=torch.uint8)
     if codec is NONE:
         encoded = averaged_N.view(torch.uint8)
-    reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory(), feedbacks=None, norms=None)
+    reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory(), unsent=None, norms=None)
     blamed: set[int] = set()
 
     async def reduce() -> None:

@@ -14,16 +14,16 @@ from manyhands.averaging.allreduce.checks import LEAVES_OUT
 from manyhands.averaging.codecs import (
     NONE,
     BadEncoding,
-    ErrorFeedback,
     Gathered,
     NotFinite,
     Plan,
     Segment,
     Sparse,
+    Unsent,
 )
 from manyhands.averaging.codecs.plan import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
-from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
+from tests.unit.averaging.groups import butterfly_of, group_of, plan_in, sent
 
 
 def encoded_by(codec: Sparse, values: torch.Tensor) -> torch.Tensor:
@@ -74,29 +74,67 @@ def test_more_bits_of_the_sparse_codec_give_smaller_errors() -> None:
     assert errors[1] < 0.1
 
 
-def test_sent_values_and_residuals_add_up_to_all_changes() -> None:
-    plan = Plan([Segment(0, 10_000, Sparse(decay=1.0))])
-    feedback, generator = ErrorFeedback(plan), torch.Generator().manual_seed(0)
-    total, sent = torch.zeros(10_000), torch.zeros(10_000)
-    out = torch.empty(plan.num_bytes(0, 10_000), dtype=torch.uint8)
-    for _ in range(20):
-        change = torch.randn(10_000, generator=generator)
-        total += change
-        sent += feedback.encode(change, 0, out)
-        feedback.commit()
-    residual = feedback.corrected(torch.zeros(10_000), slice(0, 10_000))
-    torch.testing.assert_close(sent + residual, total, atol=1e-4, rtol=1e-5)
-    assert (sent != 0).sum() > 2 * 160  # others than at first
+# what was not sent
 
 
-def test_residuals_of_the_sparse_codec_decay() -> None:
-    plan = Plan([Segment(0, 4096, Sparse(top=1, decay=0.5))])
-    feedback, out = ErrorFeedback(plan), torch.empty(plan.num_bytes(0, 4096), dtype=torch.uint8)
+def test_all_of_a_change_is_sent_in_the_end() -> None:
+    """Each round sends 160 values of 10,000, and the change is in the first."""
+    unsent = Unsent(Plan([Segment(0, 10_000, Sparse(decay=1.0))]))
+    generator = torch.Generator().manual_seed(0)
+    change = torch.randn(10_000, generator=generator)
+    total = sent(unsent, change)
+    unsent.commit()
+    assert (total != 0).sum() <= 160
+    for _ in range(200):
+        total += sent(unsent, torch.zeros(10_000))
+        unsent.commit()
+    assert (total - change).norm() < 0.01 * change.norm()
+
+
+def test_what_was_not_sent_decays() -> None:
+    unsent = Unsent(Plan([Segment(0, 4096, Sparse(top=1, decay=0.5))]))
     values = torch.zeros(4096)
     values[0], values[1] = 8.0, 4.0
-    feedback.encode(values, 0, out)
-    feedback.commit()
-    assert feedback.encode(torch.zeros(4096), 0, out)[1] == 2.0
+    sent(unsent, values)
+    unsent.commit()
+    assert sent(unsent, torch.zeros(4096))[1] == 2.0
+
+
+def test_an_aborted_round_changes_nothing_of_what_was_not_sent() -> None:
+    plan = Plan([Segment(0, 8192, Sparse())])
+    unsent, undisturbed = Unsent(plan), Unsent(plan)
+    for seed in range(5):
+        values = torch.randn(8192, generator=torch.Generator().manual_seed(seed))
+        sent(unsent, 100 * values)
+        unsent.abort()
+        assert torch.equal(sent(unsent, values), sent(undisturbed, values))
+        unsent.commit()
+        undisturbed.commit()
+
+
+def test_chunks_that_were_not_encoded_in_a_round_keep_what_was_not_sent() -> None:
+    plan = Plan([Segment(0, 3 * 4096, Sparse(decay=1.0))])
+    unsent, undisturbed = Unsent(plan), Unsent(plan)
+    values = torch.randn(3 * 4096, generator=torch.Generator().manual_seed(3))
+    for one in (unsent, undisturbed):
+        sent(one, values)
+        one.commit()
+    sent(unsent, values[:4096])
+    unsent.commit()
+    assert torch.equal(sent(unsent, values[4096:], 4096), sent(undisturbed, values)[4096:])
+
+
+def test_bad_values_leave_what_was_not_sent_as_it_was() -> None:
+    plan = Plan([Segment(0, 4096, Sparse())])
+    unsent, undisturbed = Unsent(plan), Unsent(plan)
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(NotFinite):
+        sent(unsent, values.log())
+    unsent.commit()
+    assert torch.equal(sent(unsent, values), sent(undisturbed, values))
+
+
+# what cannot be
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -10,10 +10,10 @@ import pytest
 from manyhands.averaging.allreduce.butterfly import Wanted
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.round.times import Action, Ask, GiveUp, RoundTimes, Seen, Stragglers
-from manyhands.averaging.timing import ANSWER_S, LOOK_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, TWO_DIALS_S
 from tests.unit.averaging.groups import group_of, peer
 
-CONFIG = AveragingConfig(averaging_timeout_s=60.0, stream_timeout_s=10.0)
+CONFIG = AveragingConfig(averaging_timeout_s=60.0)
 ROUND_S = 60.0
 NUM_BYTES = 1000
 GONE = "does not answer"
@@ -196,5 +196,5 @@ def test_an_unknown_bandwidth_says_nothing_about_how_long_an_answer_takes() -> N
 @pytest.mark.parametrize(("rtt_s", "limit_s"), [(0.01, LOOK_S), (0.2, 0.8), (3.0, ANSWER_S)])
 def test_a_hurried_member_has_four_round_trips_to_open_its_stream(rtt_s: float, limit_s: float) -> None:
     limits = times(3, hurried=[2])
-    assert limits.stream_s(1, rtt_s) == CONFIG.stream_timeout_s
+    assert limits.stream_s(1, rtt_s) == TWO_DIALS_S
     assert limits.stream_s(2, rtt_s) == pytest.approx(limit_s)

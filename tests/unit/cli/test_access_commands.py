@@ -126,7 +126,6 @@ def test_a_coordinator_and_the_owner_make_invitations_with_the_given_limits(
             ["run", "create", "--run-id", "r", "--max-weight-ratio", "0.5"],
             "max_weight_ratio is 0.5; it must be finite and at least 1, for example 10",
         ),
-        (["run", "create", "--run-id", "r", "--max-norm-ratio", "inf"], "max_norm_ratio is inf; it must be finite"),
         (
             ["run", "create", "--run-id", "r", "--max-weight-share", "0"],
             "max_weight_share is 0; it must be above 0 and at most 1, for example 0.25",
@@ -152,7 +151,7 @@ def test_access_commands_say_in_one_line_what_to_do(
 def test_a_charter_takes_limits_and_the_settings_of_a_running_trainer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits = ["--max-weight-ratio", "20", "--max-weight-share", "0.5", "--max-norm-ratio", "4"]
+    limits = ["--max-weight-ratio", "20", "--max-weight-share", "0.5"]
     with manyhands.Peer(listen=LISTEN) as first, manyhands.Peer(first.addresses, listen=LISTEN) as trial:
         arguments = ["run", "create", "--run-id", "ours"]
         assert "start a trainer with your settings first: manyhands train --run-id ours" in complaint(
@@ -165,7 +164,7 @@ def test_a_charter_takes_limits_and_the_settings_of_a_running_trainer(
         charter = created("--manifest-of", trial.addresses[0], *limits).charter
         fingerprint = trainer.optimizer.manifest.fingerprint()
     assert charter.manifest == fingerprint
-    assert charter.limits == Limits(20.0, 0.5, 4.0)
+    assert charter.limits == Limits(20.0, 0.5)
     assert f"with fingerprint {fingerprint.hex()}" in capsys.readouterr().out
 
 

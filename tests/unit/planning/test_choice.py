@@ -36,7 +36,7 @@ def test_synchronous_steps_are_the_first_choice() -> None:
 def test_fewer_bits_come_before_delay() -> None:
     chosen = choice(target_batch_size=800)
     assert (chosen.steps, chosen.codec) == ("synchronous", "int4")
-    assert written(chosen.arguments)["averaging"] == AveragingConfig(codec="int4", error_feedback=True)
+    assert written(chosen.arguments)["averaging"] == AveragingConfig(codec="int4")
 
 
 def test_delayed_steps_where_they_hide_the_round() -> None:

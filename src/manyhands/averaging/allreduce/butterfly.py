@@ -28,12 +28,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.checks import CLOSE, LEAVES_OUT, SpanCheck, Told
+from manyhands.averaging.allreduce.checks import CLOSE, LEAVES_OUT, Norms, SpanCheck, Told
 from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, parts_of
-from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
+from manyhands.averaging.codecs import ABSENT, BadEncoding, Gathered, NotFinite, Plan, Unsent, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Complaint, Group, SpanResult
 from manyhands.averaging.timing import SOON_S
@@ -106,6 +105,7 @@ class Butterfly:
         members: ranks that take part.
         averaged_N: receives the means. If it is ``flat_N``, the means of a chunk overwrite the values once its reducer
             has these.
+        unsent: with a sparse codec, what this member has not sent so far.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
         is_robust: whether the members' values become one by :func:`.centered_clip.centered_clip`.
 
@@ -126,7 +126,7 @@ class Butterfly:
         members: Collection[int],
         averaged_N: torch.Tensor,
         memory: Memory,
-        feedbacks: Feedbacks | None,
+        unsent: Unsent | None,
         is_measured: bool,
         is_robust: bool = False,
     ) -> None:
@@ -141,8 +141,7 @@ class Butterfly:
         self._flat_N = flat_N
         self._plan = plan
         self._codec = group.codec
-        self._feedback = feedbacks.sent if feedbacks is not None else None
-        self._encode = self._feedback.encode if self._feedback is not None else plan.encode
+        self._encode = unsent.encode if unsent is not None else plan.encode
         self.partition = Partition(group, members, plan)
         reducers = self.partition.reducers
         self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
@@ -158,7 +157,7 @@ class Butterfly:
         self._is_checked = is_measured and not (plan.passes_on or is_robust)
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, feedbacks, self._norms,
+            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, unsent, self._norms,
             is_robust=is_robust,
         )  # fmt: skip
         self._hashers = [blake3(max_threads=1) for _ in group.members]
@@ -454,7 +453,7 @@ class Butterfly:
             part: of the vector.
         """
         plan, averaged = self._plan, self.averaged_N[part]
-        own = self._as_sent(rank, part) if self._owes_values_to(rank) else None
+        own = self._as_sent(part) if self._owes_values_to(rank) else None
         runs = plan.compared(part.start, part.stop)
         if own is not None and len(runs) == 1 and runs[0][0] == slice(0, len(averaged)):
             segment = runs[0][1]
@@ -471,11 +470,11 @@ class Butterfly:
         return self._flat_N.data_ptr() == self.averaged_N.data_ptr()
 
     def _new_check(self, reducer: int) -> SpanCheck:
-        error = self._plan.error if self._feedback is None and self._plan.error <= CLOSE else 0.0
+        error = self._plan.error if self._plan.error <= CLOSE else 0.0
         num_chunks = len(self.partition.chunks[reducer])
         return SpanCheck(self._plan, self._rank, self._weights, self.partition.scales, num_chunks, error)
 
-    def _as_sent(self, reducer: int, chunk: slice) -> torch.Tensor:
+    def _as_sent(self, chunk: slice) -> torch.Tensor:
         """This member's values of a chunk as its reducer has decoded them; nearly so with a codec of small errors.
 
         Of values that are not encoded it may be a part of a chunk.
@@ -483,10 +482,6 @@ class Butterfly:
         values, plan = self._flat_N[chunk], self._plan
         if self.partition.is_exact:
             return values
-        if self._feedback is not None:
-            if (sent := self._feedback.as_sent(values, chunk.start)) is None:
-                raise self._invalid(reducer, "came before the values", "the means of ")
-            return sent
         if plan.error <= CLOSE:
             return values
         encoded = torch.empty(plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)

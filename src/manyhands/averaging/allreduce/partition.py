@@ -31,8 +31,12 @@ from manyhands.averaging.codecs import Gathered, Plan
 from manyhands.averaging.messages import Group
 from manyhands.base.errors import ConfigError
 
-MAX_CHUNKS = 1 << 14
-"""Limit of the chunks of one vector, however small the chunks are that a leader asks for."""
+MIN_SPAN_NUMEL = 4096
+"""No member reduces less, so few members reduce a small vector: to open a stream would take longer than to send a
+smaller span."""
+
+CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
+"""The most values that are encoded, reduced and sent on at once."""
 
 CHUNKS_OF_VECTOR = 16
 """A vector has about this many chunks, unless they would be small. While one chunk is reduced, others are on the way:
@@ -71,16 +75,15 @@ class Partition:
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
         # a sparse codec chooses other values in a part of its unit than in the whole, so it always gets whole units
         least = 1 if plan.passes_on else LEAST_UNITS
-        spans = owned_spans(numel, leveled(group.bandwidths(members)), group.min_span_numel, group.group_id)
+        spans = owned_spans(numel, leveled(group.bandwidths(members)), MIN_SPAN_NUMEL, group.group_id)
         self.spans = in_whole_units(spans, unit, least)
         self.numel: list[int] = [span.stop - span.start for span in spans]
         self.reducers = {rank for rank, span_numel in enumerate(self.numel) if span_numel > 0}
         num_reducers = max(1, len(self.reducers))
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_reducers, len(members) // num_reducers)
         smallest = MIN_CHUNK_NUMEL * min(len(members), MANY_TO_ONE * num_reducers) // max(1, len(members))
-        most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
-        usual = min(most, max(smallest, math.ceil(numel / num_chunks)))
-        self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
+        usual = min(CHUNK_NUMEL, max(smallest, math.ceil(numel / num_chunks)))
+        self.chunks = [chunks_of(span, whole_units(usual, unit, CHUNK_NUMEL)) for span in self.spans]
         self.places = self._places(plan)
         self.mean_places = self._places(self.means) if plan.passes_on else self.places
         self.num_bytes = _sizes(self.places)

@@ -13,9 +13,9 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.centered_clip import ENOUGH, centered_clip
-from manyhands.averaging.allreduce.norms import Norms
+from manyhands.averaging.allreduce.checks import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Share, is_finite, shares_of
+from manyhands.averaging.codecs import BadEncoding, Gathered, NotFinite, Share, Unsent, is_finite, shares_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -52,6 +52,7 @@ class SpanReducer:
     Args:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
+        unsent: with a sparse codec, what this member has not sent so far.
         norms: measures the members' values as they arrive; None if they are not measured.
         is_robust: combines them by centered clipping, chunk by chunk, from ``ENOUGH`` members on.
 
@@ -70,7 +71,7 @@ class SpanReducer:
         averaged_N: torch.Tensor,
         encoded: torch.Tensor,
         memory: Memory,
-        feedbacks: Feedbacks | None,
+        unsent: Unsent | None,
         norms: Norms | None,
         *,
         is_robust: bool = False,
@@ -87,13 +88,12 @@ class SpanReducer:
         self._flat_N = flat_N
         self._averaged_N = averaged_N
         self._encoded = encoded
-        self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
         self._is_robust = is_robust
         self._squares: dict[int, float] = {}  # by rank, sum of the squares of the last chunk's values
         self._products: dict[int, float] = {}  # by rank, of the first values of the last chunk, times shares
         self._num_multiplied = 0  # so many first values
-        self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
+        self._encode = unsent.encode if unsent is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
@@ -294,8 +294,7 @@ class SpanReducer:
         sums = np.zeros((len(present), 2))
         shares = shares_of(self._weights, self._scales, present)
         is_robust = self._is_robust and len(present) >= ENOUGH
-        is_plain = not is_robust and self._feedback is None
-        parts = plan.cut(chunk.start, chunk.stop) if is_plain else []
+        parts = plan.cut(chunk.start, chunk.stop) if not is_robust else []
         if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             which = [self._room_of(received[rank]) if rank in received else -1 for rank in present]
             factors = [shares[rank].of(parts[0], is_largest=False) for rank in present]
@@ -318,11 +317,8 @@ class SpanReducer:
             self._clip_centered(present, own, received, chunk)
         if not self._is_exact:
             mean = self._averaged_N[rest]
-            if self._feedback is not None:
-                mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
-            else:
-                plan.encode(mean, rest.start, encoded[at:])
-                plan.decode(encoded[at:], rest.start, mean)
+            plan.encode(mean, rest.start, encoded[at:])
+            plan.decode(encoded[at:], rest.start, mean)
 
     def _clip_centered(
         self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice

@@ -9,7 +9,6 @@ from manyhands.averaging.codecs.codec import (
     product_of,
     square_of,
 )
-from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks, sent_norm
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import (
     ABSENT,
@@ -33,7 +32,7 @@ from manyhands.averaging.codecs.plan import (
     plan_of,
     shares_of,
 )
-from manyhands.averaging.codecs.sparse import Sparse
+from manyhands.averaging.codecs.sparse import Sparse, Unsent
 
 __all__ = [
     "ABSENT",
@@ -48,8 +47,6 @@ __all__ = [
     "BadEncoding",
     "Chosen",
     "Codec",
-    "ErrorFeedback",
-    "Feedbacks",
     "Gathered",
     "NotFinite",
     "Plan",
@@ -58,6 +55,7 @@ __all__ = [
     "Sparse",
     "Uncompared",
     "Unscaled",
+    "Unsent",
     "check_finite",
     "codec_named",
     "codec_of_code",
@@ -65,7 +63,6 @@ __all__ = [
     "plan_of",
     "prepare_kernels",
     "product_of",
-    "sent_norm",
     "shares_of",
     "square_of",
 ]

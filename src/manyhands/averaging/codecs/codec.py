@@ -48,7 +48,6 @@ class Codec(abc.ABC):
         piece_numel: values in a piece, such as a row; the last piece of a slice may have fewer.
         block_numel: values in the pieces that torch processes at once; at least one piece.
         unit_numel: the borders of spans and chunks should be multiples of this many values.
-        decay: the error feedback multiplies its residuals by this factor from round to round.
         passes_on: whether a reducer sends all contributions to a mean, in place of the mean.
         error: the L2 norm of the error of encoded values is at most this multiple of their L2 norm, where these are not
             tiny (below 2^-100).
@@ -60,7 +59,6 @@ class Codec(abc.ABC):
     piece_numel: int
     block_numel: int = 1 << 20
     unit_numel: int = 1
-    decay: float = 1.0
     passes_on: ClassVar[bool] = False
     error: ClassVar[float] = 0.0
 

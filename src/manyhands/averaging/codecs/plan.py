@@ -160,7 +160,6 @@ class Plan:
         self.numel = numel
         self._uncompared = uncompared
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype
-        self.decay = min((segment.codec.decay for segment in joined), default=1.0)
         self.error = max((segment.codec.error for segment in joined), default=0.0)
         self.passes_on = any(segment.codec.passes_on for segment in joined)
         self._stops = [segment.stop for segment in joined]

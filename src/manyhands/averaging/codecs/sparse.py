@@ -1,28 +1,33 @@
 """Sends only the largest values of each chunk, as an index and a few bits: by default 141 times smaller than float32.
 
-The values that are not sent stay in the error feedback, which adds them to later ones. A mean of several such vectors
-has more values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on,
-and all members add them up in the order of ranks (:class:`manyhands.averaging.codecs.plan.Gathered`).
+What is not sent is added to the next change (:class:`Unsent`). A mean of several such vectors has more values than
+each of them, so the means of a span are not encoded anew: its reducer passes the contributions on, and all members add
+them up in the order of ranks (:class:`manyhands.averaging.codecs.plan.Gathered`).
 
 Layout of a piece, which is one chunk: a table of magnitudes in bfloat16, the mean of each bin; then for each kept value
 its index and, in the lowest bits, sign and bin, packed without gaps, high bits first. The bins divide the range of the
 kept magnitudes evenly. With 8 significant bits in the table, a product with a small integer is exact, and so decoded
 values are the same on all machines.
 
-Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706.
+Sources: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706; Karimireddy et al.,
+Error feedback fixes SignSGD, arXiv:1901.09847.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, viewed_as
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, square_of, viewed_as
 from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from manyhands.averaging.codecs.plan import Plan
 
 SPARSE = "sparse"
 MAX_BITS = 4
@@ -105,6 +110,70 @@ class Sparse(Codec):
             raise BadEncoding(f"{self.name}: an index is beyond the {numel} values of its chunk")
         values = table.gather(1, codes & (self._num_bins - 1))
         rows.scatter_(1, indices, torch.where((codes >> (self.bits - 1)) & 1 == 1, -values, values))
+
+
+class Unsent:
+    """What a peer has not sent of its vectors so far; it is added to the next one, and less of it each time.
+
+    In each round: ``encode`` each chunk, then ``commit`` if the others used it, else ``abort``. Several threads may
+    encode chunks at once; call ``commit`` and ``abort`` when all are done.
+
+    Memory: one vector, and during a round one more for encoded values.
+
+    Args:
+        plan: with a sparse codec.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._decay = min(segment.codec.decay for segment in plan.segments if isinstance(segment.codec, Sparse))
+        self._kept_N = torch.zeros(plan.numel, dtype=plan.dtype)
+        self._pending: dict[int, tuple[slice, torch.Tensor]] = {}  # by start: what this round does not send
+
+    def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, plus what was not sent of it before.
+
+        Raises as :meth:`Plan.encode <manyhands.averaging.codecs.plan.Plan.encode>`.
+        """
+        part = slice(start, start + values.numel())
+        whole = self._with_kept(values, part)
+        self.plan.encode(whole, start, out)
+        decoded = torch.empty_like(whole)
+        self.plan.decode(out, start, decoded)
+        self._pending[start] = part, whole.sub_(decoded)
+
+    def commit(self) -> None:
+        """Count the round: what it did not send is added in the next one."""
+        for part, unsent in self._pending.values():
+            self._kept_N[part] = unsent
+        self._pending.clear()
+
+    def abort(self) -> None:
+        """Discard the round; no effect after a commit."""
+        self._pending.clear()
+
+    def norm_of(self, flat_N: torch.Tensor) -> float:
+        """The L2 norm of what is sent of a vector, as receivers decode it; infinite if the vector is not finite."""
+        square = 0.0
+        for segment in self.plan.segments:
+            codec = segment.codec
+            step = max(codec.unit_numel, codec.block_numel - codec.block_numel % codec.unit_numel)
+            for start in range(segment.start, segment.stop, step):
+                part = slice(start, min(start + step, segment.stop))
+                encoded = torch.empty(self.plan.num_bytes(part.start, part.stop), dtype=torch.uint8)
+                decoded = torch.empty(part.stop - part.start, dtype=self.plan.dtype)
+                try:
+                    self.plan.encode(self._with_kept(flat_N[part], part), part.start, encoded)
+                except NotFinite:
+                    return math.inf
+                self.plan.decode(encoded, part.start, decoded)
+                for gap in self.plan.uncompared(part):
+                    decoded[gap] = 0
+                square += square_of(decoded)
+        return math.sqrt(square)
+
+    def _with_kept(self, values: torch.Tensor, part: slice) -> torch.Tensor:
+        return torch.add(values, self._kept_N[part], alpha=self._decay)
 
 
 @functools.lru_cache(maxsize=8)

@@ -96,7 +96,6 @@ class GridSteps:
 
     Args:
         look: reads the records of the others.
-        part: as for :meth:`manyhands.averaging.rounds.RoundRunner.average`.
     """
 
     place: GridPlace
@@ -105,7 +104,6 @@ class GridSteps:
     config: AveragingConfig
     look: Callable[[], Awaitable[None]]
     shapes: Sequence[Sequence[int]]
-    part: int = 0
 
     async def take(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         """Run all rounds of the step that has begun, and write the result to ``outcome``.
@@ -196,7 +194,6 @@ class GridSteps:
                         gather_s=min(self._patience_s(), left_s * GATHER_SHARE),
                         meter=outcome.meter,
                         refill=refill,
-                        part=self.part,
                         norm_before=None if is_first else outcome.usual_norm,
                     )
                 except NothingToAverage:

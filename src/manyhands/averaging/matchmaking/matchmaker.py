@@ -62,8 +62,6 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-FLOAT_BYTES = 4
-
 
 class Meeting(Protocol):
     """Knows where and with whom this peer averages next; the optimizer and the averager implement it."""
@@ -295,8 +293,6 @@ class Matchmaker:
                 )
                 for rank, member in enumerate(members)
             ],
-            min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
-            chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
             late=int(late),
         )

@@ -15,7 +15,7 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream, dials
-from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.codecs import Plan, Unsent
 from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import (
     ASK_IN_ROUND,
@@ -41,7 +41,8 @@ from manyhands.runtime.executor import run_to_end
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
 
-OUTSIZED = "are too large, or not finite, beside those of the others or what it has said"
+OUTSIZED = "are not finite, or larger than it has said"
+OUTSIZED_MEANS = "are not finite, or too large beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
@@ -64,10 +65,11 @@ class Contribution:
     Attributes:
         clips: whether the members have said the norms of their values, and the group has their scales.
         usual_of: ranks of the members whose norms say what is usual.
+        unsent: with a sparse codec, what this member has not sent so far.
         is_robust: whether the members' values become one by centered clipping.
         means: the means of the last exchange; None if this member lacks some.
         manifest: the manifest with which the group would commit these means; None without them.
-        outsized: ranks of members whose values are too large beside those of the others.
+        outsized: ranks of members whose values are not finite, or too large.
         usual_norm: median norm of the members' values; 0 if they were not measured.
     """
 
@@ -77,7 +79,7 @@ class Contribution:
     plan: Plan
     memory: Memory
     refill: Refill | None
-    feedbacks: Feedbacks | None
+    unsent: Unsent | None
     limits: MemberLimits | None
     norm_before: float | None
     clips: bool
@@ -91,15 +93,15 @@ class Contribution:
     async def butterfly(self, members: Collection[int], *, is_again: bool) -> Butterfly:
         """The all-reduce of these members' values; raises what the refill raises."""
         self.means = self.manifest = None
-        if is_again and self.feedbacks is not None:
-            self.feedbacks.abort()  # drop the errors of the exchange before
+        if is_again and self.unsent is not None:
+            self.unsent.abort()  # what the exchange before did not send
         if self.refill is None:
             averaged_N = empty_vector(self.flat_N.numel(), self.flat_N.dtype)
         else:  # the means overwrite the values
             self.flat_N = averaged_N = await run_to_end(self.refill) if is_again else self.flat_N
         return Butterfly(
             self.group, self.rank, self.flat_N, self.plan,
-            members=members, averaged_N=averaged_N, memory=self.memory, feedbacks=self.feedbacks,
+            members=members, averaged_N=averaged_N, memory=self.memory, unsent=self.unsent,
             is_measured=self.limits is not None, is_robust=self.is_robust,
         )  # fmt: skip
 
@@ -130,15 +132,16 @@ class Contribution:
         norms = joined(told, range(len(told)))
         if self.clips:
             norms = counted_norms(self.group, norms, self.usual_of)
-        at_least = 0.0
+        before = self.norm_before
         if (usual := usual_norm(norms, weights, self.usual_of)) < math.inf:
             self.usual_norm = max(self.usual_norm, usual)
-        if self.norm_before is not None:  # means may be as good as 0 where values cancel each other
-            at_least = self.norm_before or norms[self.rank]
-        found = outsized(norms, weights, self.limits, self.usual_of, at_least=at_least)
+        if before == 0.0:
+            before = norms[self.rank]
+        found = outsized(norms, weights, self.limits, self.usual_of, before=before)
         self.outsized |= found
+        how = OUTSIZED if before is None else OUTSIZED_MEANS
         return [
-            Complaint(rank, f"the values of peer {self.group.members[rank].peer_id} {OUTSIZED}", is_violation=True)
+            Complaint(rank, f"the values of peer {self.group.members[rank].peer_id} {how}", is_violation=True)
             for rank in sorted(found)
         ]
 

@@ -1,8 +1,7 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
-All members compute the limits from the same numbers, in the group and in the records sent with the means. Only in the
-later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). The norms of fewer than
-three members are not compared, and nobody is clipped.
+All members compute the limits from the same numbers, in the group and in the records sent with the means. The norms of
+fewer than three members are not compared, and nobody is clipped.
 
 ===========================  ===================================  ====================================================
 a member                     in this round                        after it
@@ -16,10 +15,11 @@ the usual norm (``limited``)
 sends values that are not    the reducer leaves them out, and     its samples are dropped; the manifest says
 finite (``SpanReducer``)     takes its norm for infinite          ``LEFT_OUT``: one accusation, by the leader
 sends values beyond what it  all complain of it, nobody votes     the same
-has said, or whose norm is   for the result, and the members
-more than ten times the      exchange again without it
-usual one (here,             (``count.py``)
-``outsized``)
+has said (here,              for the result, and the members
+``counted_norms``)           exchange again without it
+brings too large a mean to   (``count.py``)
+a later round of a grid
+(here, ``outsized``)
 as a reducer, sends means    those that find it complain, and do  the same, if the members exchange again; else
 that do not fit what it      not vote for the result; unless the  nothing: the verdict blames it
 tells of members' values     others hold it, the members
@@ -42,6 +42,10 @@ The *usual* norm is the median of those of the same members. So words buy no wei
 as an ordinary member at most, and among many peers a fast member for all that it computes, once it has shown for some
 dozens of rounds that it does. And one member moves a mean no further than two ordinary ones of its weight
 (docs/adr/0046).
+
+In the later rounds of a grid members bring means of groups. Nobody is clipped there, and a mean is too large above
+``MAX_RATIO`` times the usual norm, or that of the values in this member's own first group if that is larger
+(docs/adr/0018). With ``aggregate="mean"`` sizes are not compared in any round.
 
 What accusations cost it in the next rounds (:mod:`manyhands.averaging.roster`):
 
@@ -84,6 +88,9 @@ OPEN_LIMITS = MemberLimits(max_weight_share=1.0)
 CLIP_RATIO = 2.0
 """Values count for at most this multiple of the usual norm: in ordinary steps of honest peers nobody is over it
 (``benchmarks/unlike_data.py``, docs/adr/0046)."""
+MAX_RATIO = 10.0
+"""In a later round of a grid a mean of some group may have a norm so many times the usual one: it is nearly 0 where the
+values of a group cancel."""
 MAX_BEYOND = 1.1
 """The norm that reducers measure may be so many times the one that was said: codecs change values a little."""
 LEAST_RATIO = 2.0**-64
@@ -251,22 +258,23 @@ def outsized(
     limits: MemberLimits,
     members: Collection[int] | None = None,
     *,
-    at_least: float = 0.0,
+    before: float | None = None,
 ) -> set[int]:
-    """Ranks whose values are not finite, or too large beside those of the others.
+    """Ranks whose values are not finite, or more than was said; in a later round of a grid, also too large ones.
 
     Args:
-        norms: norm of each member's values: infinite if they are not finite, 0 if they have not come.
+        norms: norm of each member's values, of :func:`counted_norms` where members are clipped: infinite if they are
+            not finite, 0 if they have not come.
         members: as for :func:`usual_norm`.
-        at_least: the smallest norm that is taken for the usual one.
+        before: in a later round of a grid, the smallest norm that is taken for the usual one; else None.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
-    if len(ranks) < ENOUGH:
+    usual = usual_norm(norms, weights, members)
+    if len(ranks) < ENOUGH or usual == math.inf:  # most values are not finite: there is nothing to compare with
         return set()
-    usual = max(usual_norm(norms, weights, members), at_least)
-    if usual == math.inf:  # most values are not finite: there is nothing to compare with
-        return set()
-    most = limits.max_norm_ratio * usual
+    if before is None:
+        return {rank for rank in ranks if norms[rank] == math.inf}
+    most = MAX_RATIO * max(usual, before)
     return {rank for rank in ranks if norms[rank] > most * _allowed(rank, ranks, weights, limits, members)}
 
 

@@ -9,7 +9,7 @@ is asked    it owes something, and nothing came for ``ANSWER_S``; or   it says w
             it has not opened its stream after one look                after ``ANSWER_S``
 is gone     no answer within :meth:`RoundTimes.answer_s`, or it says   given up, if nothing came meanwhile
             that it is not in the round
-is not      its stream is not open within ``stream_timeout_s``; if     given up
+is not      its stream is not open within ``TWO_DIALS_S``; if          given up
 connected   hurried, within four round trips (0.25 to 2 s)
 is too      half of the round is over (and ``TWO_ANSWERS_S``), and at  given up: there is time to go on without it
 slow        its pace it would not send all its values by the end
@@ -49,6 +49,7 @@ from manyhands.averaging.timing import (
     MOMENT_S,
     SLOW_ANSWER_S,
     TWO_ANSWERS_S,
+    TWO_DIALS_S,
 )
 
 PACE_KNOWN_SHARE = 0.5
@@ -90,12 +91,12 @@ class RoundTimes:
     def stream_s(self, rank: int, rtt_s: float) -> float:
         """Limit for the stream to a partner to open, from the beginning of the exchange."""
         if rank not in self.hurried:
-            return self.config.stream_timeout_s
+            return TWO_DIALS_S
         return min(max(ROUND_TRIPS * rtt_s, LOOK_S), ANSWER_S)
 
     def late_s(self, now: float) -> float:
         """Limit for sent bytes to arrive, and for this member to finish after the others have committed."""
-        return max(self.deadline - now, self.config.stream_timeout_s)
+        return max(self.deadline - now, TWO_DIALS_S)
 
     def was_moving(self, last_received: float, now: float) -> bool:
         """Whether values still came at the end of an exchange."""
@@ -121,7 +122,7 @@ class RoundTimes:
     @property
     def in_doubt_s(self) -> float:
         """Limit of the wait for the other members' answers, once the leader is lost."""
-        return self.config.in_doubt_timeout_s
+        return LATE_ANSWER_S
 
 
 # partners in an exchange

@@ -393,8 +393,8 @@ class Collaboration:
         Args:
             state: the state that it has downloaded; None if it begins there, or has loaded a checkpoint.
         """
-        # the error feedback of the codec belongs to gradients of the former position
-        self._rounds.forget_errors(keeps_unsent=state is not None)
+        if state is None:
+            self._rounds.forget_unsent()
         donor = state.donors[0] if state is not None else None
         if donor is not None and position.step == 0:
             logger.log(

@@ -23,7 +23,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import QUALIFYING, Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
-from manyhands.averaging.timing import LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
+from manyhands.averaging.timing import LATE_ANSWER_S, LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -46,7 +46,7 @@ LEFT = "this peer left the run, as its optimizer or the peer itself was closed; 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
     """The time limit of one attempt at averaging, in seconds: the search for a group, the round, and what follows."""
-    return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + TWO_DIALS_S
+    return 2 * config.averaging_timeout_s + LATE_ANSWER_S + TWO_DIALS_S
 
 
 class LocalState(Protocol):
@@ -92,7 +92,7 @@ class Averaged:
         averaging_s: seconds that the round took, without the search for the group.
         parameters_N: averaged parameters from which the step starts; only in a grid, each ``PARAMETERS_EVERY`` steps.
         is_left_out: this peer had a contribution, and it is not in the mean.
-        is_outsized: it is left out because its values were too large beside those of the others.
+        is_outsized: it is left out because its values were not finite, or too large.
         disagreement: before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`.
         roster: at the new position.
         seal: digest of what was committed; see :mod:`manyhands.averaging.roster`.
@@ -297,16 +297,14 @@ class StepRounds:
         numel = mean_N.numel()
         vector_N = mean_N
         shapes = self.local.shapes
-        part = self.local.part
         if self.config.is_sparse:
             # tensors of one dimension are sent exactly: the mean along an axis of the grid is not sparse any more
             shapes = [(math.prod(shapes[0]),), *shapes[1:]]
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, Unscaled((vector_N.numel() - numel,))]  # of one dimension, so that they are sent exactly
-            part = -1 - part  # a vector of another length needs an error feedback of its own
         look = functools.partial(self.tracker.look, MOMENT_S)
-        steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes, part)
+        steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)

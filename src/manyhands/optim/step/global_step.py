@@ -79,8 +79,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OUTSIZED = (
-    "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
-    "this goes on, look at its loss and its data: after some such steps it gets no place in the next three"
+    "the others made global step %d without them, as the gradient of this peer was far too large, or not finite, when "
+    "it came there. If this goes on, look at its loss and its data: after some such steps it gets no place in the next "
+    "three"
 )
 
 
