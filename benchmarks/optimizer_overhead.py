@@ -59,7 +59,7 @@ BATCH_SIZE = 8
 SEQ_LENGTH = 64
 VOCABULARY = 4096
 AVERAGING = AveragingConfig(codec="none", matchmaking_time_s=10.0)
-EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, default_refresh_s=0.05, ttl_s=10.0)
+EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, ttl_s=10.0)
 MEMORY_TENSORS = 16
 MEMORY_STEPS = 4
 WARM_UP_BATCHES = 8

@@ -3,16 +3,15 @@
     python benchmarks/step_trace.py [--json FILE]
 
 Two peers train a tiny model, in a process each. This process is the follower; it records everything that runs in
-``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round. No search for the
-group begins before the target:
+``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round:
 
   files, functions, classes   entered, on the training thread and on the network thread
   tasks                       asyncio tasks made, by any package
   frames_average_to_exchange  of these two packages, from the optimizer's call for a round to the exchange of values,
                               through the tasks between
 
-``with_look_ahead`` has the first three for two global steps with the default look-ahead, and for all that runs between
-them: the search for the group of the second one, and the records that are published and read.
+``from_step_to_step`` has the first three for two global steps, and for all that runs between them: the records that
+are published and read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ FROM, TO = BlockingRunClient.average.__code__, Butterfly.run.__code__
 PACKAGES = ("manyhands/averaging/", "manyhands/optim/")
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 TARGET = 16
-EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, default_refresh_s=0.05, ttl_s=10.0)
+EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, ttl_s=10.0)
 PATIENCE_S = 60.0
 STEPS_BEFORE = 3
 
@@ -54,13 +53,13 @@ def identities() -> list[Identity]:
     return sorted((Identity.from_seed(bytes([number]) * 32) for number in range(2)), key=lambda one: one.peer_id)
 
 
-def joined(peer: manyhands.Peer, lead: int | None) -> tuple[torch.nn.Module, manyhands.Optimizer]:
+def joined(peer: manyhands.Peer) -> tuple[torch.nn.Module, manyhands.Optimizer]:
     """A tiny model, and the optimizer of a peer of the run."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = manyhands.Optimizer(
         torch.optim.Adam(model.parameters(), lr=0.01), peer=peer, run_id="traced", target_batch_size=TARGET,
-        batch_size_per_step=TARGET // 2, batch_size_lead=lead, progress=EAGER,
+        batch_size_per_step=TARGET // 2, progress=EAGER,
         averaging=AveragingConfig(codec="none", matchmaking_time_s=10.0), start_new=True,
     )  # fmt: skip
     return model, optimizer
@@ -69,9 +68,8 @@ def joined(peer: manyhands.Peer, lead: int | None) -> tuple[torch.nn.Module, man
 class Leader:
     """The other peer; it trains in the background."""
 
-    def __init__(self, lead: int | None) -> None:
+    def __init__(self) -> None:
         self._peer = manyhands.Peer(listen=LISTEN, identity=identities()[0])
-        self._lead = lead
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
@@ -80,7 +78,7 @@ class Leader:
         return self._peer.addresses
 
     def _train(self) -> None:
-        model, optimizer = joined(self._peer, self._lead)
+        model, optimizer = joined(self._peer)
         while not self._is_over.is_set():
             if optimizer.samples_accumulated >= TARGET // 2:  # one batch of each peer in every step
                 time.sleep(0.01)
@@ -183,10 +181,10 @@ def _names(frame: FrameType | None) -> list[str]:
     return names[::-1]
 
 
-def measure(lead: int | None) -> tuple[dict[str, int], list[str]]:
-    """The figures, and the frames between call and exchange, outermost first."""
+def measure(num_steps: int) -> tuple[dict[str, int], list[str]]:
+    """The figures of one or two steps, and the frames between call and exchange, outermost first."""
     trace = Trace()
-    leader = Worker(Leader, lead)
+    leader = Worker(Leader)
     try:
         with manyhands.Peer(leader.call("addresses"), listen=LISTEN, identity=identities()[1]) as peer:
 
@@ -194,20 +192,20 @@ def measure(lead: int | None) -> tuple[dict[str, int], list[str]]:
                 asyncio.get_running_loop().set_task_factory(trace.make_task)
 
             peer.run(watch_tasks(), 5.0, "watching tasks")
-            model, optimizer = joined(peer, lead)
+            model, optimizer = joined(peer)
             deadline = time.monotonic() + PATIENCE_S
             while time.monotonic() < deadline:
                 before, committed = optimizer.global_step, optimizer.statistics.rounds_committed
                 is_new = not optimizer.samples_accumulated
                 model(torch.ones(1, 8)).square().mean().backward()
-                if lead == 0:
+                if num_steps == 1:
                     trace.clear()
                 trace.is_on = before >= STEPS_BEFORE
                 optimizer.step(batch_size=TARGET // 2 if is_new else 0)
-                trace.is_on = trace.is_on and lead is None
+                trace.is_on = trace.is_on and num_steps > 1
                 optimizer.zero_grad()
                 has_committed = optimizer.statistics.rounds_committed > committed
-                if before >= STEPS_BEFORE + (lead is None) and has_committed and trace.frames:
+                if before >= STEPS_BEFORE + num_steps - 1 and has_committed and trace.frames:
                     return trace.figures(), trace.frames
                 time.sleep(0.01)
             raise RuntimeError(f"no round was committed within {PATIENCE_S:.0f} s")
@@ -221,11 +219,11 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--json", type=json_path)
     arguments = parser.parse_args()
-    figures, frames = measure(lead=0)
+    figures, frames = measure(1)
     for name in frames:
         print(f"  {name}")
-    ahead, _ = measure(lead=None)
-    results = {**figures, "with_look_ahead": {name: ahead[name] for name in ("files", "functions", "classes")}}
+    both, _ = measure(2)
+    results = {**figures, "from_step_to_step": {name: both[name] for name in ("files", "functions", "classes")}}
     print(json.dumps(results))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -23,7 +23,7 @@ from tests.inside import OpenOptimizer
 from tests.smaller import smaller
 from tests.wire import Wire
 
-FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, default_refresh_s=0.2, ttl_s=5.0)
+FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, ttl_s=5.0)
 AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 BATCH_SIZE = 4

@@ -102,8 +102,8 @@ class Presence:
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self.own_mode = OwnMode(self.endpoint, self.dht)
         self.on_close.append(self.own_mode.close)
-        self.seen_steps: dict[str, dict[PeerId, int]] = {}
-        """By run id and peer, the highest global step that was seen. Only runs whose state this peer lacks."""
+        self.run_steps: dict[str, int] = {}
+        """By run id, the highest global step that was seen. Only runs whose state this peer lacks."""
         self._tasks = TaskOwner("presence")
 
     async def start(

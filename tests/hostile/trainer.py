@@ -27,7 +27,7 @@ TARGET = int(os.environ.get("HOSTILE_TARGET", "480"))
 LR = 0.01
 CLIENT = "--client"
 """Dials out only."""
-PROGRESS = ProgressConfig(min_refresh_s=0.1, max_refresh_s=1.0, default_refresh_s=0.5, ttl_s=10.0)
+PROGRESS = ProgressConfig(min_refresh_s=0.1, max_refresh_s=1.0, ttl_s=10.0)
 AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0)
 
 

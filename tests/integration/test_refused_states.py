@@ -10,7 +10,7 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError, Unavailable
-from tests.trainers import Trainer, in_threads, peers
+from tests.trainers import Trainer, in_threads, peers, step_until
 from tests.unit.optim.user_defined_optimizers import Holding, Rounded, ScheduleFree, Shared, Soap
 
 
@@ -52,13 +52,16 @@ def test_a_newcomer_that_cannot_use_the_state_raises_with_the_reason(caplog: pyt
         assert "alone" not in caplog.text
 
 
-def test_a_peer_that_was_there_from_the_begin_but_has_learnt_nothing_raises_too() -> None:
+def test_a_peer_that_was_there_from_the_begin_but_has_learnt_nothing_waits_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with peers(3) as (one, two, other):
         trainers = [Trainer(peer, "missed", 16, make=old_version) for peer in (one, two)]
         behind = Trainer(other, "missed", 16, make=new_version)
         in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])  # type: ignore[misc]
-        with pytest.raises(Unavailable, match="cannot be used: a step from it fails"):
-            behind.train_until(1)
+        step_until(behind.optimizer, lambda: "This peer waits, and makes no step" in caplog.text)
+        assert "run 'missed' was at global step 1, and the state of peer" in caplog.text
+        assert "cannot be used: a step from it fails" in caplog.text
         assert behind.optimizer.global_step == 0
 
 

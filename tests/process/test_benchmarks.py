@@ -303,11 +303,11 @@ def test_the_gpu_benchmark_reports_its_figures_or_that_it_was_skipped(tmp_path: 
 @pytest.mark.long
 def test_the_trace_of_a_step_reports_its_figures(tmp_path: Path) -> None:
     figures, output = results_of("step_trace.py", tmp_path)
-    ahead = figures.pop("with_look_ahead")
+    both = figures.pop("from_step_to_step")
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}
     assert "butterfly.py:run" in output
-    assert ahead["functions"] > ahead["files"] > 0
-    assert ahead.keys() == {"files", "functions", "classes"}
+    assert both["functions"] > both["files"] > 0
+    assert both.keys() == {"files", "functions", "classes"}
     assert figures["functions"] > figures["files"] > figures["frames_average_to_exchange"] > 0
 
 

@@ -88,7 +88,7 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     batch_s: float = 0.0
     is_auxiliary: bool = False
     began_at: float = 0.0
-    claim: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
+    claim: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
     # of an averager
     tensors: Digest = b""
     summary: Annotated[str, msgspec.Meta(max_length=400)] = ""

@@ -116,7 +116,6 @@ TABLE = (
     OldName(("metadata_expiration",), "--progress-ttl-s"),
     OldName(("min_refresh_period",), "--min-refresh-s"),
     OldName(("max_refresh_period",), "--max-refresh-s"),
-    OldName(("default_refresh_period",), "--default-refresh-s"),
     OldName(("per_device_train_batch_size",), "--batch-size"),
     OldName(
         ("fp16",), "--precision float16",
@@ -154,6 +153,9 @@ TABLE = (
     # options that have no meaning here
     OldName(("use_ipfs",), "", ANY, "peers meet through --initial-peers alone"),
     OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER, EVALUATE), "--announce says what others should dial"),
+    OldName(("default_refresh_period", "expected_drift_peers", "expected_drift_rate"), "",
+            why="the others' progress is read in time without it"),
+    OldName(("batch_size_lead",), "", why="all peers know the leader of the next step beforehand"),
     OldName(("backup_every_steps",), "", why="values that are not finite never reach the parameters"),
     OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
     OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),

@@ -500,7 +500,7 @@ def _note_peers(peer: Peer, run: Run) -> None:
         for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
         # noted now, since they may have left when this peer has its data
-        seen = {peer_id: record.position.step for peer_id, record in others.items() if record.position.step}
-        peer.presence.seen_steps.setdefault(run.run_id, {}).update(seen)
+        steps, seen = peer.presence.run_steps, [record.position.step for record in others.values()]
+        steps[run.run_id] = max(seen, default=steps.get(run.run_id, 0))
 
     peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

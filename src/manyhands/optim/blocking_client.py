@@ -100,6 +100,8 @@ class BlockingRunClient:
                     give_up_at = self._peer.time() + JOIN_S
             else:
                 return True
+            if refusal := self._call(phase, tracker.branches.refusal):
+                raise Unavailable(refusal)
             if first_failure is not None and self._peer.time() >= give_up_at:
                 if self._call(phase, tracker.is_on_best_branch):  # no peer with a state is left
                     if collaboration.start_new is False:
@@ -108,8 +110,6 @@ class BlockingRunClient:
                 raise first_failure  # the first one names most peers: later attempts skip those without a new record
             self._peer.sleep(MOMENT_S)  # the others may publish something new
             self._run(tracker.look(for_place=True), phase)
-        if refusal := self._call(phase, tracker.branches.refusal):
-            raise Unavailable(refusal)
         return has_loaded
 
     def leave(self) -> None:

@@ -20,25 +20,16 @@ class ProgressConfig:
     Attributes:
         min_refresh_s: shortest time between two reads, and between two publications.
         max_refresh_s: longest time between two reads.
-        default_refresh_s: time between two reads while no peer's speed is known.
-        expected_drift_peers: number of newcomers that may join before the next read. They would bring the target
-            nearer than predicted, so records are read as much sooner.
-        expected_drift_rate: the same, as a share of the peers; the larger of the two numbers counts.
         ttl_s: lifetime of a record. The record of a dead peer counts for that long.
     """
 
     min_refresh_s: float = 0.5
     max_refresh_s: float = 10.0
-    default_refresh_s: float = 1.0
-    expected_drift_peers: float = 3.0
-    expected_drift_rate: float = 0.2
     ttl_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("min_refresh_s", "max_refresh_s", "default_refresh_s", "ttl_s"):
+        for name in ("min_refresh_s", "max_refresh_s", "ttl_s"):
             check_number(name, getattr(self, name), example=getattr(ProgressConfig, name))
-        for name in ("expected_drift_peers", "expected_drift_rate"):
-            check_number(name, getattr(self, name), example=getattr(ProgressConfig, name), may_be_zero=True)
         if not self.min_refresh_s <= self.max_refresh_s < self.ttl_s:
             raise ConfigError(
                 f"min_refresh_s={self.min_refresh_s}, max_refresh_s={self.max_refresh_s}, ttl_s={self.ttl_s} "

@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 FAILURES_UNTIL_ADVICE = 3
 """Failed attempts in a row until there is advice: in a healthy run one or two fail when a member is lost."""
-ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
-"""The numbers of failed attempts in a row at which there is advice."""
 
 OVERWRITTEN = (
     "Something has written to the model's parameters while a step was made in the background (delay=%r). The step "
@@ -91,8 +89,6 @@ class Optimizer(OptimizerWrapper):
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one of it. It moves once for each global
             step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: has no effect. All peers know which of them leads the next step, so no group has to be formed
-            ahead of it.
         matchmaking_time_s: as in ``averaging``.
         averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
@@ -144,7 +140,6 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: int | None = None,
         scheduler: SchedulerMaker | None = None,
         max_grad_norm: float | None = None,
-        batch_size_lead: int | None = None,
         matchmaking_time_s: float | None = None,
         averaging_timeout_s: float | None = None,
         delay: Delay | None = None,
@@ -169,7 +164,7 @@ class Optimizer(OptimizerWrapper):
             raise ConfigError(f'must_match={must_match!r} must be a dict of texts; for example {{"tokenizer": "v2"}}')
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
-            batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
+            max_grad_norm=max_grad_norm, delay=delay, offload=offload,
             auxiliary=auxiliary, num_fragments=local_steps.fragments if local_steps is not None else None,
         )  # fmt: skip
         check_peer(peer)
@@ -222,7 +217,6 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
         self._num_failures = 0  # failed attempts at a step, in a row
-        self._failing_since = 0.0  # time of the first of them
         self._told_failure_at = 0.0  # time of the last log line about one
         self._was_alone = self._has_checked_state = self._has_told_overwritten = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
@@ -317,7 +311,6 @@ class Optimizer(OptimizerWrapper):
                 changed an option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; no
                 parameter has a gradient; accelerate accumulates gradients as well; or, after the first step, the
                 optimizer's state has a value that newcomers could not load.
-            Unavailable: this peer is at step 0, and the states of the peers that are ahead could not be used.
         """
         if self._replica.mode == "eval":
             raise ConfigError("the optimizer is in eval mode: call optimizer.train() before the next batch, as always")
@@ -578,42 +571,38 @@ class Optimizer(OptimizerWrapper):
             self._replica.check_state()
 
     def _note_failure(self, error: BaseException) -> None:
-        """Count a failed attempt, and advise the user after several. Raise the error if other peers did not cause it.
+        """Count and log a failed attempt, the same one once in ``LOG_S``. Raise the error if others did not cause it.
 
-        Even in a healthy run, several attempts may fail within a second: other peers see the record of a newcomer
-        before that has computed a batch and comes to a round. So the advice comes only once failures have lasted.
+        Advice comes with failures that last. Even in a healthy run, several may come within a second: other peers see
+        the record of a newcomer before that has computed a batch and comes to a round.
         """
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
         now = self.peer.time()
-        failure = Failure(self._replica.position.step + 1, str(error))
-        if failure != self.last_failure or now - self._told_failure_at >= LOG_S:
-            self._told_failure_at = now
-            is_farewell = self._collaboration.tracker.last_said_goodbye
-            logger.log(
-                logging.INFO if is_farewell else logging.WARNING,
-                "Skipped averaging: %s; %s of this peer will wait for the next attempt",
-                error,
-                counted(self._samples.waiting, "sample"),
-            )
-        self.last_failure = failure
-        if self._num_failures == 1:
-            self._failing_since = now
-        has_lasted = now - self._failing_since >= LOG_S
-        if isinstance(error, TooSlow):
-            return  # the reason of this error has advice
-        if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):
-            logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s. "
-                "One of them may no longer call step(), in a notebook say: end its program, or let it go on. Otherwise "
+        goes_alone = self._allow_solo and self._num_failures == FAILURES_UNTIL_ADVICE
+        has_lasted = now >= self._told_failure_at + LOG_S or goes_alone
+        last, self.last_failure = self.last_failure, Failure(self._replica.position.step + 1, str(error))
+        if self.last_failure == last and not has_lasted:
+            return
+        self._told_failure_at = now
+        advice = ""
+        if self._num_failures >= FAILURES_UNTIL_ADVICE and has_lasted and not isinstance(error, TooSlow):
+            advice = (
+                f". {self._num_failures} attempts failed in a row: other peers of the run are seen, but no round with "
+                f"them succeeds. {'It goes on alone' if self._allow_solo else 'This peer does not step alone'}. One of "
+                "them may no longer call step(), in a notebook say: end its program, or let it go on. Otherwise "
                 "manyhands doctor --initial-peers ... says whether this peer can reach the others, and whether they "
-                "can reach this peer; see %s",
-                self._num_failures,
-                "It goes on alone" if self._allow_solo else "This peer does not step alone",
-                error.entry,
+                f"can reach this peer; see {error.entry}"
             )
+        logger.log(
+            logging.INFO if self._collaboration.tracker.last_said_goodbye else logging.WARNING,
+            "Skipped averaging: %s; %s of this peer will wait for the next attempt%s",
+            error,
+            counted(self._samples.waiting, "sample"),
+            advice,
+        )
 
     def _load_state(self, *, is_reload: bool) -> None:
         """Download and load the state of the leading branch; a failure is logged, and :meth:`step` tries again."""

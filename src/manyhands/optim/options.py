@@ -39,7 +39,6 @@ class Options:
     run_id: str
     target_batch_size: int
     batch_size_per_step: int | None
-    batch_size_lead: int | None
     max_grad_norm: float | None
     delay: Delay | None
     offload: bool | None
@@ -51,11 +50,6 @@ class Options:
         for name, example in (("target_batch_size", 4096), ("batch_size_per_step", 32)):
             if (count := getattr(self, name)) is not None or name == "target_batch_size":
                 object.__setattr__(self, name, whole(name, count, least=1, example=example))
-        target, lead = self.target_batch_size, self.batch_size_lead
-        if lead is not None and not 0 <= whole("batch_size_lead", lead, least=0, example=target // 16) < target:
-            raise ConfigError(
-                f"batch_size_lead={lead} must be from 0 to below target_batch_size={target}; for example {target // 16}"
-            )
         if self.max_grad_norm is not None and not 0 < number_of(self.max_grad_norm) < math.inf:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm!r} must be above 0; for example 1.0, or None")
         if self.delay is not None and self.delay not in DELAYS:

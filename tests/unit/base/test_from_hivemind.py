@@ -57,6 +57,8 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
         {"peer": 1, "metadata_expiration": 60.0, "step_tolerance": 1},
         r"progress=ProgressConfig\(ttl_s=...\) instead of metadata_expiration=; leave step_tolerance= out",
     ),
+    (manyhands.Optimizer, {"peer": 1, "batch_size_lead": 300}, "leave batch_size_lead= out: it has no effect"),
+    (manyhands.Optimizer, {"peer": 1, "expected_drift_peers": 3}, "leave expected_drift_peers= out: it has no effect"),
     (manyhands.Averager, {"peer": 1, "averaging_alpha": 0.5}, "leave averaging_alpha= out: scale the differences"),
     (manyhands.Averager, {"peer": 1, "allow_state_sharing": True}, "leave allow_state_sharing= out"),
     (manyhands.Peer, {"ensure_bootstrap_success": False}, "write must_join= instead of ensure_bootstrap_success="),

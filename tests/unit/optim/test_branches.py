@@ -12,7 +12,7 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster, Standing
-from manyhands.averaging.timing import DIAL_S, STALL_S
+from manyhands.averaging.timing import DIAL_S, SHUN_S, STALL_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.belief import (
     FOUNDING_ROUNDS,
@@ -334,61 +334,75 @@ def test_after_its_first_step_a_peer_no_longer_follows_the_peers_that_it_was_giv
 # what a peer at step 0 has seen of the run
 
 
-def beginner(claim: Claim = Claim.JOINED) -> tuple[BranchChoice, PeerRecord]:
+def beginner(*, has_begun_run: bool = False, claim: Claim = Claim.JOINED) -> tuple[BranchChoice, PeerRecord]:
     own = msgspec.structs.replace(at(0), claim=claim)
     choice = BranchChoice(EVE, own, lambda _: True)
+    choice.has_begun_run = has_begun_run
     choice.belief.poll = poll_of_claims
     return choice, own
 
 
-def test_a_newcomer_that_refused_a_state_forgets_only_the_claim_of_that_peer() -> None:
+def test_a_newcomer_that_refused_a_state_begins_no_branch_and_knows_why() -> None:
     choice, own = beginner()
     choice.look(own, {ANN: at(50), BOB: at(50)}, 0.0)
-    assert choice.seen_step == 50
+    assert not choice.lacks_state(), "there is a state to load"
     choice.shun(ANN, 1.0, "it cannot be used")
-    choice.look(own, {}, 2.0)
-    assert choice.seen_step == 50, "the run was there, though nobody is now"
-    choice.shun(BOB, 3.0, "it cannot be used")
-    choice.look(own, {}, 4.0)
-    assert choice.seen_step == 0
-
-
-def test_a_newcomer_that_refused_the_only_state_begins_no_branch_when_its_record_is_gone() -> None:
-    choice, own = beginner()
-    choice.look(own, {ANN: at(50)}, 0.0)
-    choice.shun(ANN, 1.0, "it cannot be used")
+    choice.look(own, {ANN: at(50), BOB: at(50)}, 1.0)
+    assert not choice.lacks_state(), "there is another one"
     for records in ({ANN: at(50)}, {}):
         choice.look(own, records, 2.0)
+        assert choice.lacks_state()
         assert choice.refusal() == "it cannot be used"
+    choice.look(own, {ANN: at(50)}, 2.0 + SHUN_S)
+    assert not choice.lacks_state(), "it asks again after a while"
 
 
-def test_a_liar_with_a_bad_state_does_not_end_the_loop_of_the_peer_that_began_the_run() -> None:
-    for claim in (Claim.BEGAN, Claim.TOLD):
-        choice, own = beginner(claim)
+def test_a_newcomer_goes_on_with_a_trainer_at_its_own_position_and_not_with_a_helper() -> None:
+    choice, own = beginner()
+    choice.look(own, {ANN: at(50)}, 0.0)
+    helper = msgspec.structs.replace(own, is_auxiliary=True)
+    for mate, lacks_state in ((helper, True), (own, False)):
+        choice.look(own, {BOB: mate}, 1.0)
+        assert choice.lacks_state() == lacks_state
+
+
+def test_a_liar_with_a_bad_state_does_not_stop_the_peer_that_began_the_run() -> None:
+    for claim in (Claim.JOINED, Claim.TOLD):
+        choice, own = beginner(has_begun_run=True, claim=claim)
         choice.look(own, {ANN: at(5)}, 0.0)
         choice.shun(ANN, 1.0, "it cannot be used")
         choice.look(own, {ANN: at(5)}, 2.0)
+        assert not choice.lacks_state()
         assert choice.refusal() == ""
-        assert choice.seen_step == 0, "it does not wait for the liar either"
+
+
+def test_a_liar_with_a_bad_state_does_not_make_a_peer_forget_the_others_that_are_there() -> None:
+    choice, own = beginner(has_begun_run=True, claim=Claim.TOLD)
+    choice.look(own, {ANN: at(50), BOB: at(50)}, 0.0)
+    choice.shun(ANN, 1.0, "it cannot be used")
+    choice.look(own, {ANN: at(50), BOB: at(50)}, 2.0)
+    choice.look(own, {}, 3.0)
+    assert choice.lacks_state()
 
 
 def test_a_training_peer_at_step_0_remembers_how_far_the_others_went() -> None:
     """It computes its first batch while they make 50 steps and are gone."""
-    for claim, seen in ((Claim.JOINED, 50), (Claim.BEGAN, 0)):  # one that began the run goes on alone
-        choice, own = beginner(claim)
+    for has_begun_run in (False, True):  # one that began the run goes on alone
+        choice, own = beginner(has_begun_run=has_begun_run)
         choice.is_joining = False
         training = msgspec.structs.replace(own, samples=16)
         choice.look(training, {ANN: at(50), BOB: at(50)}, 0.0)
         choice.look(training, {}, 60.0)
-        assert choice.seen_step == seen
+        assert choice.lacks_state() == (not has_begun_run)
+        assert choice.run_step == (0 if has_begun_run else 50)
 
 
 def test_a_peer_told_to_begin_the_run_does_not_wait_for_peers_that_it_cannot_reach() -> None:
     """A stranger with a dead address would have it wait for ever."""
-    for claim, seen in ((Claim.JOINED, 60), (Claim.TOLD, 0)):
-        choice, own = beginner(claim)
+    for claim in (Claim.JOINED, Claim.TOLD):
+        choice, own = beginner(has_begun_run=claim == Claim.TOLD, claim=claim)
         choice.belief.poll = lambda _: Poll({}, num_open=1)
         choice.look(own, {ANN: at(60)}, 0.0)
         choice.belief.poll = lambda _: Poll({}, num_open=0)
         choice.look(own, {}, 60.0)
-        assert choice.seen_step == seen
+        assert choice.lacks_state() == (claim != Claim.TOLD)

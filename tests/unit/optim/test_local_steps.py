@@ -153,7 +153,7 @@ def test_more_fragments_than_trained_tensors_are_refused() -> None:
 )
 def test_options_that_do_not_go_with_local_steps_are_refused(options: dict[str, Any], message: str) -> None:
     given = {
-        "run_id": "run", "target_batch_size": 64, "batch_size_per_step": 32, "batch_size_lead": None,
+        "run_id": "run", "target_batch_size": 64, "batch_size_per_step": 32,
         "max_grad_norm": None, "delay": None, "offload": None, "auxiliary": False, "num_fragments": 1,
     }  # fmt: skip
     Options(**given)

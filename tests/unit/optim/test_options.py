@@ -12,7 +12,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.optim.options import Options, checked_batch, made_optimizer, made_scheduler
 
 GOOD: dict[str, Any] = {
-    "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "batch_size_lead": 0, "max_grad_norm": None,
+    "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "max_grad_norm": None,
     "delay": None, "offload": None, "auxiliary": False,
 }  # fmt: skip
 
@@ -29,9 +29,6 @@ GOOD: dict[str, Any] = {
         ({"batch_size_per_step": 1.5}, "batch_size_per_step=1.5 must be a whole number; for example 32"),
         ({"batch_size_per_step": True}, "batch_size_per_step=True must be a whole number"),
         ({"batch_size_per_step": 0}, "batch_size_per_step=0"),
-        ({"batch_size_lead": 64}, "batch_size_lead=64 must be from 0 to below target_batch_size=64; for example 4"),
-        ({"batch_size_lead": -1}, "batch_size_lead=-1"),
-        ({"batch_size_lead": "x"}, "batch_size_lead='x' must be a whole number"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' must be above 0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),

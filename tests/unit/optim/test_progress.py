@@ -28,7 +28,7 @@ from manyhands.optim.run.progress import (
     sum_of_sample,
 )
 
-CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
+CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0)
 HERE = Position(3, b"here")
 
 
@@ -147,11 +147,11 @@ def test_at_step_0_the_lowest_peer_id_wins_and_samples_do_not_matter() -> None:
 def test_at_step_0_the_highest_claim_wins_also_of_a_peer_that_nobody_can_dial() -> None:
     claims = {claim.name: record(step=0, lineage=claim.name.encode(), claim=claim) for claim in Claim}
     assert leading_branch(named(**claims), PeerId("A"), record(step=0)).position.lineage == b"TOLD"
-    client = record(step=0, lineage=b"of the client", claim=Claim.BEGAN, is_client=True)
-    joined = record(step=0, lineage=b"of another one", claim=Claim.JOINED)
-    assert leading_branch(named(b=client), PeerId("a"), joined).position == client.position
+    client = record(step=0, lineage=b"of the client", claim=Claim.JOINED, is_client=True)
+    joins = record(step=0, lineage=b"of another one", claim=Claim.NEWCOMER)
+    assert leading_branch(named(b=client), PeerId("a"), joins).position == client.position
     both = named(b=record(step=0, lineage=b"b", claim=Claim.TOLD), c=record(step=0, lineage=b"c", claim=Claim.TOLD))
-    assert leading_branch(both, PeerId("a"), joined).position.lineage == b"b"
+    assert leading_branch(both, PeerId("a"), joins).position.lineage == b"b"
     beyond = record(step=1, lineage=b"m")
     assert leading_branch(named(a=beyond), PeerId("b"), claims["TOLD"]).position == beyond.position
     assert branch_order(record(step=1, lineage=b"m", claim=Claim.TOLD)) == branch_order(beyond)

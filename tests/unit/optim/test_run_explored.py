@@ -109,8 +109,8 @@ class Peer:
 
     def situation(self) -> Situation:
         return Situation(
-            self.position, NOBODY, 0, (), is_worth_a_look=False, has_better_branch=self.has_better_branch, refusal="",
-            has_lost_run=False, differs=False, is_near=False, is_due=self.is_due, eta_s=math.inf,
+            self.position, NOBODY, 0, (), is_worth_a_look=False, has_better_branch=self.has_better_branch,
+            lacks_state="", differs=False, is_near=False, is_due=self.is_due, eta_s=math.inf,
             can_meet=self.can_meet, is_alone=self.is_alone, newcomers=(), late_newcomers=(), knew_others=False,
         )  # fmt: skip
 

@@ -26,10 +26,8 @@ from manyhands.optim.run.run_machine import (
     DialMissing,
     Done,
     Event,
-    Fail,
     Look,
     RunMachine,
-    SayItWaits,
     Situation,
     Stage,
     Stepped,
@@ -72,8 +70,7 @@ class Facts(Situation):
     members: Collection[PeerId] = ()
     is_worth_a_look: bool = False
     has_better_branch: bool = False
-    refusal: str = ""
-    has_lost_run: bool = False
+    lacks_state: str = ""
     differs: bool = False
     is_near: bool = False
     is_due: bool = False
@@ -124,8 +121,10 @@ def test_old_records_are_read_before_the_decision() -> None:
     ("facts", "actions"),
     [
         (Facts(has_better_branch=True, differs=True, is_due=True), [Decide(Decision.LOAD_STATE)]),
-        (Facts(refusal="its state is unusable", is_due=True), [Fail("its state is unusable")]),
-        (Facts(has_lost_run=True, is_due=True), [SayItWaits(), ACCUMULATE]),
+        (
+            Facts(lacks_state="its state is unusable", is_due=True),
+            [Decide(Decision.ACCUMULATE, reason="its state is unusable")],
+        ),
         (Facts(differs=True, is_due=True, can_meet=True), [Decide(Decision.RELOAD)]),
         (Facts(is_due=True, can_meet=True), [AVERAGE]),
         (Facts(is_due=True, can_meet=True, is_near=True), [Tell(), AVERAGE]),
@@ -211,8 +210,7 @@ def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
 
 FIRST = [
     (Facts(has_better_branch=True), Decide(Decision.LOAD_STATE)),
-    (Facts(refusal="no"), Fail("no")),
-    (Facts(has_lost_run=True), ACCUMULATE),
+    (Facts(lacks_state="no"), Decide(Decision.ACCUMULATE, reason="no")),
     (Facts(differs=True), Decide(Decision.RELOAD)),
 ]
 
@@ -320,7 +318,7 @@ def test_steps_without_guests_do_not_count_as_waiting() -> None:
 def situations() -> Iterator[Facts]:
     """All that a peer can know, as far as a decision can depend on it."""
     flags = (False, True)
-    yield from (Facts(has_better_branch=True), Facts(refusal="no"), Facts(has_lost_run=True), Facts(differs=True))
+    yield from (Facts(has_better_branch=True), Facts(lacks_state="no"), Facts(differs=True))
     for old, arriving, due, meet, alone, knew in itertools.product(flags, repeat=6):
         arrives_s = 0.5 if arriving else math.inf
         for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
@@ -374,7 +372,7 @@ def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold(every
                 assert actions == []
             else:
                 *at_once, last = actions
-                assert not any(isinstance(action, (*LASTING, Decide, Fail)) for action in at_once)
+                assert not any(isinstance(action, (*LASTING, Decide)) for action in at_once)
                 check_promises(one, event, facts, last, stage, batch, num_actions)
             for later in (now, now + 20.0, now + 61.0):
                 key = key_of(one, later)

@@ -401,7 +401,7 @@ async def test_a_peer_that_is_behind_is_waited_for_unless_it_is_missing() -> Non
 
 
 async def test_where_this_peer_was_is_not_published_while_a_result_is_applied() -> None:
-    config = ProgressConfig(min_refresh_s=0.01, max_refresh_s=0.02, default_refresh_s=0.01, ttl_s=0.06)
+    config = ProgressConfig(min_refresh_s=0.01, max_refresh_s=0.02, ttl_s=0.06)
     async with run_of_one(config) as run:
         run.tracker.start()
         while not run.dht.stored:
@@ -692,7 +692,7 @@ async def test_a_closed_tracker_publishes_a_goodbye() -> None:
 
 
 async def test_records_are_read_again_when_something_happened() -> None:
-    async with run_of_one(ProgressConfig(max_refresh_s=20.0, default_refresh_s=20.0)) as run:
+    async with run_of_one(ProgressConfig(min_refresh_s=10.0, max_refresh_s=20.0)) as run:
         run.tracker.start()
         while run.dht.num_reads < 1:
             await asyncio.sleep(0)

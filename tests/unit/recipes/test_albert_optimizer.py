@@ -22,28 +22,16 @@ def test_the_options_of_recipe_and_machine_reach_the_optimizer(monkeypatch: pyte
     recipe = AlbertRecipe(
         adam_epsilon=1e-5, clamp_value=7.0, max_grad_norm=2.0, max_group_size=32, weight_decay=0.3, learning_rate=0.02
     )
-    tuning = TuningSettings(
-        matchmaking_time_s=4.0, averaging_timeout_s=33.0, bandwidth_mbit_s=50.0, batch_size_lead=12, max_refresh_s=20.0
-    )
+    tuning = TuningSettings(matchmaking_time_s=4.0, averaging_timeout_s=33.0, bandwidth_mbit_s=50.0, max_refresh_s=20.0)
     run = RunRecipe(recipe=recipe, tokenizer="digest", vocab_size=512)
     join_run(torch.nn.Linear(2, 2), run, None, "run", tuning)  # type: ignore[arg-type]
     rounds = made["averaging"]
     assert (rounds.matchmaking_time_s, rounds.averaging_timeout_s, rounds.bandwidth_mbit_s) == (4.0, 33.0, 50.0)
     assert rounds.max_group_size == 32
     assert made["progress"].max_refresh_s == 20.0
-    assert made["batch_size_lead"] == 12
     assert made["max_grad_norm"] == 2.0
     options = made["inner"].param_groups[0]
     assert (options["eps"], options["clamp_value"], options["weight_decay"]) == (1e-5, 7.0, 0.3)
-
-
-def test_a_lead_beyond_the_target_of_the_run_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tutorials' 300 samples are of a run with 4096."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(optimizer, "Optimizer", lambda inner, **options: made.update(options))
-    run = RunRecipe(recipe=AlbertRecipe(target_batch_size=256), tokenizer="digest", vocab_size=512)
-    join_run(torch.nn.Linear(2, 2), run, None, "run", TuningSettings(batch_size_lead=300))  # type: ignore[arg-type]
-    assert made["batch_size_lead"] == 255
 
 
 @pytest.mark.parametrize(
@@ -52,7 +40,6 @@ def test_a_lead_beyond_the_target_of_the_run_looks_at_once(monkeypatch: pytest.M
         {"max_refresh_s": 40.0},
         {"min_refresh_s": 0.0},
         {"metrics_ttl_s": -1.0},
-        {"batch_size_lead": -1},
         {"averaging_timeout_s": 5.0},
         {"bandwidth_mbit_s": 0.0},
     ],

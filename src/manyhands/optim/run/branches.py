@@ -39,7 +39,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.timing import DIAL_S, SHUN_S
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.belief import MAX_MET, Belief, Records, is_ahead
+from manyhands.optim.run.belief import Belief, Records, is_ahead
 from manyhands.optim.run.progress import Claim, branch_order
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ def _not_followed(claims: Records) -> str:
 class _Shunned(NamedTuple):
     until: float  # loop time
     reason: str
-    is_beyond_start: bool  # the peer claimed to be beyond step 0
 
 
 class BranchChoice:
@@ -97,16 +96,18 @@ class BranchChoice:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, except those that claim to be ahead and are not believed, or not yet.
         is_joining: this peer does not train yet.
-        seen: the highest global step at which this peer has seen each other peer, while it was at step 0 itself. It is
-            kept after that peer has gone. It comes from records that this peer believes, and from the headers of states
-            that it began to download.
+        has_begun_run: this peer was the first to sign the settings of the run, or its user says that it begins it.
+        run_step: the highest global step at which this peer has seen the run, while it was at step 0 itself; else 0. It
+            is kept when the peers there have gone. It comes from records that this peer believes, and from the headers
+            of states that it began to download.
     """
 
     def __init__(self, own_id: PeerId, own: PeerRecord, carries_bulk: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
         self.is_joining = True
-        self.seen: dict[PeerId, int] = {}
+        self.has_begun_run = False
+        self.run_step = 0
         self._own_id = own_id
         self._own = own
         self._carries_bulk = carries_bulk
@@ -133,41 +134,30 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in unbelieved | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in undecided}
-        if own.position.step == 0 and (self.is_joining or own.claim < Claim.BEGAN):
+        if own.position.step == 0 and (self.is_joining or not self.has_begun_run):
             # a peer whose user says that it begins the run does not wait for peers that it has not reached
-            seen = self._plausible if self._is_new and own.claim is not Claim.TOLD else self.believed
-            for peer_id, record in seen.items():
-                if record.position.step:
-                    self.note(peer_id, record.position.step)
-
-    @property
-    def seen_step(self) -> int:
-        """The highest global step of the run that this peer has seen, while it was at step 0; 0 if none."""
-        return max(self.seen.values(), default=0)
-
-    def note(self, peer_id: PeerId, step: int) -> None:
-        """Remember that another peer was at a global step."""
-        if peer_id in self.seen or len(self.seen) < MAX_MET:
-            self.seen[peer_id] = max(step, self.seen.get(peer_id, 0))
+            seen = self._plausible if self._is_new and own.claim != Claim.TOLD else self.believed
+            self.run_step = max([self.run_step, *(record.position.step for record in seen.values())])
 
     def shun(self, peer_id: PeerId, now: float, reason: str) -> None:
         """Ignore a peer's claims of a better branch for ``SHUN_S`` seconds, as it sent a state that cannot be used."""
-        record = self._records.get(peer_id)
-        self._shunned[peer_id] = _Shunned(now + SHUN_S, reason, record is None or record.position.step > 0)
-        self.seen.pop(peer_id, None)
+        self._shunned[peer_id] = _Shunned(now + SHUN_S, reason)
+        if self.has_begun_run:  # it waits for no liar: the others that are there are noted again
+            self.run_step = 0
 
-    def refusal(self) -> str:
-        """Why this peer must not begin a branch: it has refused the states of all peers ahead. Empty if it may.
+    def lacks_state(self) -> bool:
+        """Whether this peer must make no step: it is at step 0, and the run was seen beyond it.
 
-        A peer beyond step 0, or one that has begun the run, may always go on: otherwise peers with bad states could
-        stop it.
+        It knows neither of a peer with a state that it can use, nor of one that trains at its own position.
         """
         here = self._own.position
-        if here.step or self._own.claim >= Claim.BEGAN or self.best().position != here:
-            return ""
-        if any(one.position == here for one in self.believed.values()):
-            return ""
-        return next((shunned.reason for shunned in self._shunned.values() if shunned.is_beyond_start), "")
+        if here.step or not self.run_step or self.best().position != here:
+            return False
+        return not any(one.position == here and not one.is_auxiliary for one in self.believed.values())
+
+    def refusal(self) -> str:
+        """Why a peer that lacks the state could not use the one that it has got; empty if it has got none."""
+        return next((shunned.reason for shunned in self._shunned.values()), "") if self.lacks_state() else ""
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could get another one's state; a peer in client mode must be connected to it for that."""

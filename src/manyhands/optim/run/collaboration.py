@@ -144,9 +144,11 @@ class Collaboration:
             signed = presence.signed_manifests().get(manifest.run_id, b"")
             agreed = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             self._has_begun = await agreed.agree()
-            if self.start_new or self._has_begun:
-                self._claim(Claim.TOLD if self.start_new else Claim.BEGAN)
-            self.tracker.branches.seen.update(presence.seen_steps.get(manifest.run_id, {}))
+            branches = self.tracker.branches
+            branches.has_begun_run = not self.is_auxiliary and bool(self.start_new or self._has_begun)
+            branches.run_step = presence.run_steps.get(manifest.run_id, 0)
+            if self.start_new:
+                self._claim(Claim.TOLD)
             parts.push_async_callback(agreed.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.find_place()
@@ -229,7 +231,7 @@ class Collaboration:
             self._machine.lull_until = -math.inf
             # a later attempt to join must know what this peer has seen of the run while it was at step 0 itself
             is_new = self.tracker.own.position.step == 0
-            self.presence.seen_steps[self.run_id] = dict(self.tracker.branches.seen) if is_new else {}
+            self.presence.run_steps[self.run_id] = self.tracker.branches.run_step if is_new else 0
             try:
                 await self._parts.aclose()
             finally:
@@ -261,17 +263,19 @@ class Collaboration:
     def may_go_on_from_here(self) -> bool:
         """Whether this peer, while it joins, can go on from its own parameters.
 
-        It can if it knows of no better branch, and of no former state of the run, and may begin the run if that does
-        not exist yet.
+        It can if it knows of no better branch, lacks no state of the run, and may begin the run if that does not exist
+        yet.
         """
         tracker = self.tracker
         may_begin = self.start_new is not False or self._has_begun or bool(tracker.trainers())
-        return tracker.is_on_best_branch() and not tracker.has_lost_run() and may_begin
+        return tracker.is_on_best_branch() and not tracker.branches.lacks_state() and may_begin
 
     def no_state(self) -> str:
         """The message that this peer, at step 0, finds no state of the run to begin from, and what to do."""
-        step = self.tracker.branches.seen_step
-        here = f"run {self.run_id!r}"
+        branches, here = self.tracker.branches, f"run {self.run_id!r}"
+        step = branches.run_step
+        if step and (refusal := branches.refusal()):
+            return f"{here} was at global step {step}, and {refusal}"
         found = (
             f"{here} was at global step {step}, and no peer with its state" if step else f"no peer that trains {here}"
         )
@@ -280,14 +284,12 @@ class Collaboration:
             "a checkpoint of the run, start that one: it goes on from there"
         )
 
-    def _tell_that_it_waits(self) -> None:
+    def _tell_why(self, reason: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._told_waiting_at + MINUTE_S:
+        if reason and now >= self._told_waiting_at + MINUTE_S:
             self._told_waiting_at = now
-            logger.warning(
-                "%s, and this peer follows. If there is none, end all peers of the run, and begin it again",
-                self.no_state(),
-            )
+            logger.warning("This peer waits, and makes no step: %s. If there is no peer with a state that it can use, "
+                           "end all peers of the run, and begin it again", reason)  # fmt: skip
 
     # after a micro-batch
 
@@ -304,7 +306,6 @@ class Collaboration:
                 this peer would end.
         Raises:
             ConfigError: another process with this peer's identity began earlier, or this peer is banned or has left.
-            Unavailable: this peer is at step 0, and the states of the peers that are ahead could not be used.
         """
         if self.tasks.is_closed:
             raise ConfigError(LEFT)
@@ -322,9 +323,8 @@ class Collaboration:
                             # something on this machine changes parameters between steps: replayed steps would differ
                             self.local.can_replay = False
                             self._drift.tries_reload()
+                        self._tell_why(action.reason)
                         return action
-                    case run_machine.Fail(reason):
-                        raise Unavailable(reason)
                     case run_machine.Look(timeout_s):
                         await self.tracker.look(timeout_s)
                     case run_machine.WaitUntilDue(timeout_s):
@@ -337,8 +337,6 @@ class Collaboration:
                         self._contacts.tell(self.tracker.view.expected)
                     case run_machine.DialMissing():
                         self._contacts.look_for_the_dead()
-                    case run_machine.SayItWaits():
-                        self._tell_that_it_waits()
             actions = self._on(run_machine.Done(is_there))
 
     def _on(self, event: run_machine.Event) -> list[run_machine.Action]:
@@ -347,6 +345,7 @@ class Collaboration:
     def _situation(self) -> run_machine.Situation:
         # a newcomer counts as one for LATE_ANSWER_S after its download, so that it can appear in a round
         return self.tracker.situation(
+            lacks_state=self.no_state() if self.tracker.branches.lacks_state() else "",
             differs=self._drift.compare(),
             newcomers=self._server.followers(LATE_ANSWER_S),
             late_newcomers=self._server.followers(LATE_ANSWER_S, by_latecomers=True),
@@ -398,7 +397,7 @@ class Collaboration:
         donor = state.donors[0] if state is not None else None
         if donor is not None and position.step == 0:
             logger.log(
-                logging.WARNING if self.start_new else logging.INFO,
+                logging.WARNING if self.tracker.branches.has_begun_run else logging.INFO,
                 "The run begins from other initial parameters than those of this peer, which are replaced by those of "
                 "peer %s%s", donor, ", which begins the run, too" if self.start_new else "",
             )  # fmt: skip
@@ -515,8 +514,9 @@ class Collaboration:
         return contradicted[0]
 
     def _note_state(self, donor: PeerId, header: StateHeader) -> None:
-        if self.tracker.own.position.step == 0 and header.position.step:
-            self.tracker.branches.note(donor, header.position.step)
+        branches = self.tracker.branches
+        if self.tracker.own.position.step == 0:
+            branches.run_step = max(branches.run_step, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
         """The step that the run has made from this peer's position, if a peer has kept it.

@@ -33,7 +33,7 @@ from manyhands.averaging.peer_records import (
     PeerRecords,
     SeenRecord,
 )
-from manyhands.averaging.timing import DAY_S, LATE_ANSWER_S, LOG_S, MINUTE_S
+from manyhands.averaging.timing import DAY_S, LATE_ANSWER_S, LOG_S, MINUTE_S, MOMENT_S
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted, shell_option
 from manyhands.dht import DhtNode
@@ -48,6 +48,9 @@ NEWS_SHARE = 0.1
 """A peer publishes when the prediction of its samples is wrong by more than this share of its part of the target."""
 NEWS_SPEED = 0.2
 """A peer publishes when its speed has changed by more than this share of the published one."""
+NEWCOMERS = 3
+"""So many peers may join before the records are read again; in a larger run ``NEWCOMERS_SHARE`` of its peers may."""
+NEWCOMERS_SHARE = 0.2
 LOOKS_AHEAD = 16
 """Number of instants at which :meth:`View.arrives_in_s` predicts the others' samples."""
 CROWD = 40
@@ -76,10 +79,9 @@ class Claim(enum.IntEnum):
     A peer that loads the parameters of another one at step 0 takes over the claim of that peer.
     """
 
-    NEWCOMER = 0  # it has joined, and has not loaded the parameters of the others; or it does not train
-    JOINED = 1  # when it joined, another peer had signed the settings of the run, but none had a state to load
-    BEGAN = 2  # it was the first to sign the settings of the run
-    TOLD = 3  # its user says, with start_new=True, that its parameters are those of the run
+    NEWCOMER = 0  # it joins, and has not loaded the parameters of the others; or it does not train
+    JOINED = 1  # it has joined, and nobody else's parameters were there
+    TOLD = 2  # its user says, with start_new=True, that its parameters are those of the run
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,13 @@ def is_news(
 
 
 def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
-    """Seconds until the records should be read again: before the predicted target, as newcomers may bring it nearer."""
+    """Seconds until the records should be read again: before the predicted target, as newcomers may bring it nearer.
+
+    It is ``MOMENT_S`` while no peer's speed is known.
+    """
     num_peers = progress.num_peers
-    with_newcomers = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
-    predicted_s = config.default_refresh_s
-    if math.isfinite(progress.eta_s):
-        predicted_s = progress.eta_s * num_peers / with_newcomers
+    newcomers = max(NEWCOMERS, NEWCOMERS_SHARE * num_peers)
+    predicted_s = progress.eta_s * num_peers / (num_peers + newcomers) if math.isfinite(progress.eta_s) else MOMENT_S
     return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * crowd_factor(num_peers))
 
 

@@ -9,7 +9,7 @@ event        raised by
 ``Batch``    ``Collaboration.decide``, which ``Optimizer.step`` calls through ``BlockingRunClient.decide``: once for
              each call of ``step``, except during a lull and while a step is made in the background
 ``Done``     ``Collaboration.decide``, when it has carried out the last action of an answer that did not end with
-             ``Decide`` or ``Fail``
+             ``Decide``
 ``Stepped``  ``Collaboration.move``, which ``GlobalStep.announce`` calls after the update of a global step
 ===========  ==========================================================================================================
 
@@ -46,10 +46,9 @@ others its number of samples (``Tell``).
 =======================================================  ==============================================================
 another branch is better, and this peer can load its     ``LOAD_STATE``
 state: the run may have gone on without this peer
-this peer is at step 0, and the states that the peers    ``Fail`` with the reason
-ahead of it sent could not be used
-this peer is at step 0, the run was seen beyond it, and  ``SayItWaits`` and ``ACCUMULATE``, until a peer with the state
-no peer that trains in it is known any more              of the run appears
+this peer is at step 0, the run was seen beyond it, and  ``ACCUMULATE`` with the reason, until a peer with a state that
+neither a state that it can use nor a trainer at its     it can use appears
+own position is there
 this peer's parameters differ from the majority's        ``RELOAD``
 the target is not reached, but the others are predicted  waiting: ``WaitUntilDue``, for about half of the matchmaking
 to reach it well before another batch of this peer ends  time at most, and once between two global steps
@@ -137,9 +136,7 @@ class Situation:
             predicted samples reach it and no leader calls this peer in a crowd. The last read is at least
             ``min_refresh_s`` ago.
         has_better_branch: another branch is better, and a peer that this one can reach has its state.
-        refusal: why this peer, at step 0, must not begin a branch: the states that it got from the peers ahead could
-            not be used. Empty if it may.
-        has_lost_run: this peer is at step 0, has seen the run beyond it, and knows of no peer that trains in it now.
+        lacks_state: why this peer, at step 0, must not step; see :meth:`.BranchChoice.lacks_state`. Empty if it may.
         differs: this peer's parameters differ from the majority's, and it should reload; see :meth:`.Drift.compare`.
         is_near: the target is predicted to be at most two batches (of the slowest other trainer) away. False in a grid
             and in a crowd, where each peer would have to tell too many others.
@@ -162,8 +159,7 @@ class Situation:
     members: Collection[PeerId]
     is_worth_a_look: bool
     has_better_branch: bool
-    refusal: str
-    has_lost_run: bool
+    lacks_state: str
     differs: bool
     is_near: bool
     is_due: bool
@@ -204,7 +200,7 @@ class Stepped:
 Event: TypeAlias = Batch | Done | Stepped
 
 
-# actions, carried out in order; the last one of an answer is Decide or Fail, or takes time and is followed by Done
+# actions, carried out in order; the last one of an answer is Decide, or takes time and is followed by Done
 
 
 @dataclass(frozen=True)
@@ -213,13 +209,7 @@ class Decide:
 
     decision: Decision
     within_s: float = 0.0  # of AVERAGE_WHEN_DUE: if the target is not reached by then, the step is not made
-
-
-@dataclass(frozen=True)
-class Fail:
-    """Raise ``Unavailable`` in the training loop: this peer cannot go on."""
-
-    reason: str
+    reason: str = ""  # why this peer only waits, for the log; empty if it need not be told
 
 
 @dataclass(frozen=True)
@@ -256,12 +246,7 @@ class DialMissing:
     """Dial the missing peers, which did not come to rounds, to find out which are gone."""
 
 
-@dataclass(frozen=True)
-class SayItWaits:
-    """Tell the user that this peer waits until a peer with the run's state appears."""
-
-
-Action: TypeAlias = Decide | Fail | Look | WaitUntilDue | AskMates | AskAnyone | Tell | DialMissing | SayItWaits
+Action: TypeAlias = Decide | Look | WaitUntilDue | AskMates | AskAnyone | Tell | DialMissing
 
 
 class RunMachine:
@@ -325,10 +310,8 @@ class RunMachine:
         """Decide after a batch; the second table at the head of this file."""
         if run.has_better_branch:
             return [Decide(Decision.LOAD_STATE)]
-        if run.refusal:
-            return [Fail(run.refusal)]
-        if run.has_lost_run:
-            return [SayItWaits(), Decide(Decision.ACCUMULATE)]
+        if run.lacks_state:
+            return [Decide(Decision.ACCUMULATE, reason=run.lacks_state)]
         if run.differs:
             return [Decide(Decision.RELOAD)]
         batch = self._batch

@@ -273,7 +273,7 @@ class ProgressTracker(ProgressReader):
 
     def _record_to_publish(self) -> PeerRecord | None:
         # a peer without the run's state must not publish step 0: newcomers would begin the run anew with it
-        if self.is_moving or self.is_idle or self.has_lost_run():
+        if self.is_moving or self.is_idle or self.branches.lacks_state():
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(
@@ -423,6 +423,7 @@ class ProgressTracker(ProgressReader):
     def situation(
         self,
         *,
+        lacks_state: str,
         differs: bool,
         newcomers: Collection[PeerId],
         late_newcomers: Collection[PeerId],
@@ -445,8 +446,7 @@ class ProgressTracker(ProgressReader):
             members=roster.members,
             is_worth_a_look=self.is_worth_a_look(),
             has_better_branch=self.should_load_state(),
-            refusal=self.branches.refusal(),
-            has_lost_run=self.has_lost_run(),
+            lacks_state=lacks_state,
             differs=differs,
             is_near=self.is_near(),
             is_due=self.is_due(),
@@ -548,11 +548,6 @@ class ProgressTracker(ProgressReader):
     def is_on_best_branch(self) -> bool:
         """Whether no better branch than this peer's is known, with or without an available state."""
         return self.branches.best().position == self.own.position
-
-    def has_lost_run(self) -> bool:
-        """Whether this peer, at step 0, has seen the run beyond it, and knows of no peer that trains in it now."""
-        has_none = self.own.position.step == 0 and self.branches.seen_step > 0 and not self.trainers()
-        return has_none and self.is_on_best_branch()
 
     # when to read
 

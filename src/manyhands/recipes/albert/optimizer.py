@@ -92,7 +92,6 @@ def join_run_as_rank(
 
 def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
     recipe = run.recipe
-    lead = tuning.batch_size_lead
     return {
         "target_batch_size": recipe.target_batch_size,
         "max_grad_norm": recipe.max_grad_norm,
@@ -101,8 +100,6 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         "must_match": facts_of(run),
         "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size, aggregate=recipe.aggregate),
         "progress": tuning.progress(),
-        # a lead above the target means that matchmaking starts at once
-        "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
     }
 
 

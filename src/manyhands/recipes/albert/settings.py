@@ -67,23 +67,11 @@ class TuningSettings:
     bandwidth_mbit_s: float | None = None
     """First estimate of the uplink in megabits per second; rounds then measure it."""
 
-    batch_size_lead: int | None = None
-    """No effect: all peers know the leader of the next step beforehand."""
-
     min_refresh_s: float = ProgressConfig.min_refresh_s
     """Shortest time between two progress refreshes, in seconds."""
 
     max_refresh_s: float = ProgressConfig.max_refresh_s
     """Longest time between two progress refreshes, in seconds."""
-
-    default_refresh_s: float = ProgressConfig.default_refresh_s
-    """Time between two progress refreshes while no speed is known, in seconds."""
-
-    expected_drift_peers: float = ProgressConfig.expected_drift_peers
-    """Number of newcomers to allow for before the next refresh."""
-
-    expected_drift_rate: float = ProgressConfig.expected_drift_rate
-    """The same as a share of the peers; the larger of the two numbers counts."""
 
     progress_ttl_s: float = ProgressConfig.ttl_s
     """Lifetime of a progress record in seconds: a dead peer is counted for at most this long."""
@@ -98,14 +86,12 @@ class TuningSettings:
                 f"below progress_ttl_s ({self.progress_ttl_s}), for example with --progress-ttl-s "
                 f"{4 * max(self.max_refresh_s, self.min_refresh_s):g}"
             )
-        for name in ("min_refresh_s", "default_refresh_s", "metrics_ttl_s"):
+        for name in ("min_refresh_s", "metrics_ttl_s"):
             if not 0 < getattr(self, name) <= MAX_TTL_S:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it must be above 0 and at most {MAX_TTL_S:g} seconds, "
                     "for example 1"
                 )
-        if self.batch_size_lead is not None and self.batch_size_lead < 0:
-            raise ConfigError(f"batch_size_lead is {self.batch_size_lead}; it must be at least 0, for example 300")
         self.averaging()
 
     def averaging(self) -> AveragingConfig:
@@ -121,9 +107,6 @@ class TuningSettings:
         return ProgressConfig(
             min_refresh_s=self.min_refresh_s,
             max_refresh_s=self.max_refresh_s,
-            default_refresh_s=self.default_refresh_s,
-            expected_drift_peers=self.expected_drift_peers,
-            expected_drift_rate=self.expected_drift_rate,
             ttl_s=self.progress_ttl_s,
         )
 
