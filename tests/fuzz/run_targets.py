@@ -55,7 +55,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
-from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
+from manyhands.optim.run.contacts import TELL, HereIAm
 from manyhands.optim.run.progress import ProgressLog, View, next_refresh_s
 from manyhands.optim.state.catching_up import check_manifest
 from manyhands.optim.state.check import check_of
@@ -304,10 +304,8 @@ TARGETS = [
     _decoder(f"{VOTE.name}.response", Received, Received()),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
-    _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
-    _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(RECORDS[0])),
     _decoder(f"{TELL.name}.request", HereIAm, HereIAm(RECORDS[0])),
-    _decoder(f"{TELL.name}.response", TellResponse, TellResponse()),
+    _decoder(f"{TELL.name}.response", HereIAm, HereIAm(RECORDS[0])),
     _decoder(f"{ASK_IN_ROUND.name}.request", InRoundQuery, InRoundQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_IN_ROUND.name}.response", InRound, InRound(True), InRound(False)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),

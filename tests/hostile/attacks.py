@@ -676,7 +676,7 @@ def download_slowly(attacker: Attacker) -> None:
     open_streams: list[Stream] = []
 
     async def act(presence: Presence) -> None:
-        request = msgspec.msgpack.encode(StateRequest(RUN_ID, is_late=True))
+        request = msgspec.msgpack.encode(StateRequest(RUN_ID))
         for peer_id in await attacker.honest(presence):
             if peer_id != presence.peer_id:
                 with contextlib.suppress(ManyhandsError):
@@ -688,10 +688,10 @@ def download_slowly(attacker: Attacker) -> None:
 
 
 def download_again(attacker: Attacker) -> None:
-    """It asks for the state again and again, says each time that the last one came too late, and never trains."""
+    """It asks for the state again and again, and never trains."""
 
     async def act(presence: Presence) -> None:
-        request = msgspec.msgpack.encode(StateRequest(RUN_ID, is_late=True))
+        request = msgspec.msgpack.encode(StateRequest(RUN_ID))
         for peer_id in await attacker.honest(presence):
             if peer_id != presence.peer_id:
                 stream = await presence.endpoint.open_bulk(peer_id, STREAM_KIND, request, CALL_S)  # type: ignore[arg-type]

@@ -139,15 +139,14 @@ async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
         assert await fetched(newcomer, donor, donor.roster.at) is None
 
 
-async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own() -> None:
+async def test_nothing_is_kept_for_peers_that_cannot_make_a_step_from_its_means_alone() -> None:
     async with run() as (donors, newcomer):
         donor = donors[0]
-        donor.keeper.for_newcomers = False
+        donor.keeper.is_of_use = False
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-            assert await kept_by(donor, newcomer) == [False]
             await make_steps(donors, 1, may_be_lacking=True)
-            assert await kept_by(donor, newcomer) == [False, True]
+            assert await kept_by(donor, newcomer) == [False, False]
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,13 @@ import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, Vote
+from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.round.round_machine import Round
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.optim.step.global_step import Statistics
 from manyhands.testing import Fault, at, between
+from tests.phases import Average, around_averages, change_first_vote
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of
 
@@ -180,6 +183,35 @@ def test_a_peer_that_froze_over_one_step_drops_no_samples(num_batches: int) -> N
     assert counts["p3"].states_loaded == 1
     assert counts["p3"].samples_carried >= num_batches * BATCH_SIZE
     assert counts["p3"].samples_used >= 8 * BATCH_SIZE
+
+
+def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_others_keep_and_drops_nothing() -> None:
+    """Its samples are in the step, and those of the batch after it count in the next one."""
+    swarm = Swarm(seed=44)
+    marked = Marked(swarm)
+    rounds: list[Vote] = []
+
+    def lose_the_third(contribution: Contribution, vote: Vote) -> None:
+        rounds.append(vote)
+        if len(rounds) == 3:
+            contribution.means = contribution.manifest = None
+
+    async def as_if_one_was_lost(average: Average, *arguments: Any, **options: Any) -> CommittedRound:
+        return replace(await average(*arguments, **options), may_be_lacking=True)
+
+    for name in NAMES:
+        peer_id = swarm.world.identity(name).peer_id
+        if name == "p3":
+            change_first_vote(peer_id, lose_the_third)
+        else:
+            around_averages(peer_id, as_if_one_was_lost)
+    start(marked, 60.0)
+    swarm.run()
+    counts = marked.check()
+    assert counts["p3"].rounds_aborted == 1
+    assert counts["p3"].states_loaded == 0
+    assert sum(one.samples_dropped for one in counts.values()) == 0
+    assert num_of("p3", torch.cat(marked.marks()[1])) * BATCH_SIZE == counts["p3"].samples_used
 
 
 def test_the_half_of_a_split_run_that_loses_still_counts_the_samples_of_its_lost_steps_as_used() -> None:

@@ -21,11 +21,8 @@ def _quiet() -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("fp16", marks=pytest.mark.long)])
-def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five_were_made_meanwhile(
-    codec: str,
-) -> None:
-    run = joined(codec, 5.0)
+def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five_were_made_meanwhile() -> None:
+    run = joined("int8", 5.0)
     newcomer = run.swarm.members[NEWCOMER].optimizer
     peer_id = run.swarm.world.identity(NEWCOMER).peer_id
     assert run.joined_at.step >= 2 + 5
@@ -38,6 +35,18 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     assert all(replica.position.lineage == lineage_of(replica.seal, replica.roster) for replica in replicas)
     assert all(peer_id in replica.roster.standings for replica in replicas)
     assert all(replica.roster.round == replica.position.step for replica in replicas)
+
+
+@pytest.mark.long
+def test_so_does_one_whose_line_takes_more_than_half_of_a_step_for_its_means_after_it_has_made_a_few_more() -> None:
+    run = joined("fp16", 5.0, 140.0)
+    newcomer = run.swarm.members[NEWCOMER].optimizer
+    assert newcomer.statistics.states_loaded == 1
+    peer_id = run.swarm.world.identity(NEWCOMER).peer_id
+    assert min(step for step, contributors in run.contributors.items() if peer_id in contributors) <= (
+        run.joined_at.step + 4
+    )
+    assert all(len(digests) == 1 for digests in run.digests.values())
 
 
 @pytest.mark.long

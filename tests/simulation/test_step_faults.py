@@ -268,7 +268,7 @@ def test_a_silent_peer_is_not_taken_for_dead_before_its_record_expires(fault: st
 
 @pytest.mark.long
 def test_a_newcomer_joins_a_group_though_its_download_takes_longer_than_a_step() -> None:
-    """When it comes too late it says so, and the one who hands out the state holds the next step up for a moment."""
+    """It makes the steps that were made meanwhile; no step waits for it."""
     swarm, longest = Swarm(seed=14), Longest()
 
     def big_model() -> torch.nn.Module:

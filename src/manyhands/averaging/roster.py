@@ -264,10 +264,6 @@ class Roster(msgspec.Struct, frozen=True):
         known = [peer_id for _, peer_id in sorted(members)] + [peer_id for _, peer_id in sorted(guests)]
         return known + sorted(set(strangers) - self.standings.keys())
 
-    def has_faults(self, peer_id: PeerId) -> bool:
-        """Whether a peer was at fault in a round, and has not made up for it."""
-        return peer_id in self.standings and self.standings[peer_id].faults > 0
-
     def barred_rounds(self, peer_id: PeerId) -> int:
         """For how many of the next rounds a peer gets no place."""
         standing = self.standings.get(peer_id)

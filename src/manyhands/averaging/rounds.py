@@ -295,20 +295,18 @@ class RoundRunner:
             verdict = await driver.run()
         finally:
             self._answers.end(driver)
-            if verdict is None:
-                self.matchmaker.round_over(group, (), is_committed=False)
-            else:
-                self.matchmaker.round_over(group, verdict.blamed, is_committed=verdict.manifest is not None)
+            manifest = verdict.manifest if verdict is not None else None
+            means = contribution.means if manifest is not None and contribution.manifest == manifest else None
+            blamed = verdict.blamed if verdict is not None else ()
+            self.matchmaker.round_over(group, blamed, is_committed=means is not None)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
             self._meter.num_bytes_sent += driver.num_bytes_sent
             self._meter.num_bytes_received += driver.num_bytes_received
-        manifest = verdict.manifest
         if manifest is None:
             if not any(member.weight > 0 for member in group.members):
                 raise NothingToAverage(verdict.reason, verdict.blamed)
             raise RoundAborted(verdict.reason, verdict.blamed)
-        means = contribution.means if contribution.manifest == manifest else None
         is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
         return CommittedRound(
             averaged_N=means.averaged_N if means is not None else None,

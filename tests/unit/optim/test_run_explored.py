@@ -20,12 +20,10 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import View
 from manyhands.optim.run.run_machine import (
     Action,
-    AskAnyone,
-    AskMates,
+    AskOthers,
     Batch,
     Decide,
     Decision,
-    DialMissing,
     Done,
     Event,
     Look,
@@ -111,7 +109,7 @@ class Peer:
         return Situation(
             self.position, NOBODY, 0, (), is_worth_a_look=False, has_better_branch=self.has_better_branch,
             lacks_state="", differs=False, is_near=False, is_due=self.is_due, eta_s=math.inf,
-            can_meet=self.can_meet, is_alone=self.is_alone, newcomers=(), late_newcomers=(), knew_others=False,
+            can_meet=self.can_meet, is_alone=self.is_alone, has_newcomers=False,
         )  # fmt: skip
 
 
@@ -190,10 +188,11 @@ class Run:
                 self.read(number)
             case "is done":
                 doing, peer.doing = peer.doing, None
-                if isinstance(doing, Look):
+                if isinstance(doing, Look) or (isinstance(doing, AskOthers) and not peer.mates()):
                     self.read(number)
-                hidden = [one for one in peer.met - peer.view.keys() if self.peers[one].is_alive]
-                self.on(number, Done(isinstance(doing, AskMates) and bool(hidden)))
+                if isinstance(doing, AskOthers):
+                    self.ask_hidden(number)
+                self.on(number, Done())
             case "averages":
                 group = self.group_of(number)
                 for one in group:
@@ -227,9 +226,9 @@ class Run:
                         other.called = other.called or (other.is_alive and other.position == peer.position)
                 case Decide(Decision.GO_ALONE):
                     self.step(number, [number])
-                case Look() | AskMates() | AskAnyone() | WaitUntilDue():
+                case Look() | AskOthers() | WaitUntilDue():
                     peer.doing = action
-                case Decide() | DialMissing() | Tell():
+                case Decide() | Tell():
                     pass
                 case _:
                     raise AssertionError(action)
@@ -242,6 +241,12 @@ class Run:
         peer, seen = self.peers[number], self.seen_by(number)
         peer.missing = {other for other in peer.missing if seen.get(other) == peer.view.get(other)}
         peer.view = seen
+
+    def ask_hidden(self, number: int) -> None:
+        peer = self.peers[number]
+        for other in peer.met - peer.view.keys():
+            if self.peers[other].is_alive:
+                peer.view[other] = Record(self.peers[other].position, self.peers[other].samples)
 
     def step(self, number: int, group: list[int]) -> None:
         peer = self.peers[number]

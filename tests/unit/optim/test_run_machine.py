@@ -18,12 +18,10 @@ from manyhands.optim.run.progress import View
 from manyhands.optim.run.run_machine import (
     WAIT_SHARE,
     Action,
-    AskAnyone,
-    AskMates,
+    AskOthers,
     Batch,
     Decide,
     Decision,
-    DialMissing,
     Done,
     Event,
     Look,
@@ -37,12 +35,13 @@ from manyhands.optim.run.run_machine import (
 from tests.sweeps import few_of
 
 CONFIG = AveragingConfig(matchmaking_time_s=16.0, averaging_timeout_s=60.0)
-MATE, GUEST = PeerId("mate"), PeerId("guest")
+MATE = PeerId("mate")
 HERE = Position(3, b"here")
 BATCH = Batch(8, 1.0, may_wait=True)
-LASTING = (Look, WaitUntilDue, AskMates, AskAnyone)
+LASTING = (Look, WaitUntilDue, AskOthers)
 MOST_ACTIONS = len(Stage)  # it may read twice
 ACCUMULATE, AVERAGE, ALONE = Decide(Decision.ACCUMULATE), Decide(Decision.AVERAGE), Decide(Decision.GO_ALONE)
+ASK, ASK_AND_CHECK = AskOthers(checks_link=False), AskOthers(checks_link=True)
 
 
 class Others(View):
@@ -77,9 +76,7 @@ class Facts(Situation):
     eta_s: float = math.inf
     can_meet: bool = False
     is_alone: bool = False
-    newcomers: Collection[PeerId] = ()
-    late_newcomers: Collection[PeerId] = ()
-    knew_others: bool = False
+    has_newcomers: bool = False
     arrives_s: float = math.inf  # until the others reach the target
     busy_s: float = 0.0  # of the others' batches
 
@@ -87,17 +84,18 @@ class Facts(Situation):
         object.__setattr__(self, "others", Others(self.busy_s, self.arrives_s))
 
 
-def outcome_of(machine: RunMachine, batch: Batch, now: float, *facts: Facts, is_there: bool = False) -> list[Action]:
+def outcome_of(machine: RunMachine, batch: Batch, now: float, *facts: Facts, is_cut_off: bool = False) -> list[Action]:
     """All actions after a batch; the situation changes with each event, and the last one stays."""
     situations = itertools.chain(facts, itertools.repeat(facts[-1]))
     actions = machine.on(batch, now, next(situations))
     while isinstance(actions[-1], LASTING):
-        actions += machine.on(Done(is_there), now, next(situations))
+        checks_link = isinstance(actions[-1], AskOthers) and actions[-1].checks_link
+        actions += machine.on(Done(is_cut_off and checks_link), now, next(situations))
     return actions
 
 
-def after(*facts: Facts, batch: Batch = BATCH, is_there: bool = False) -> list[Action]:
-    return outcome_of(RunMachine(CONFIG), batch, 100.0, *facts, is_there=is_there)
+def after(*facts: Facts, batch: Batch = BATCH, is_cut_off: bool = False) -> list[Action]:
+    return outcome_of(RunMachine(CONFIG), batch, 100.0, *facts, is_cut_off=is_cut_off)
 
 
 # one batch
@@ -128,7 +126,8 @@ def test_old_records_are_read_before_the_decision() -> None:
         (Facts(differs=True, is_due=True, can_meet=True), [Decide(Decision.RELOAD)]),
         (Facts(is_due=True, can_meet=True), [AVERAGE]),
         (Facts(is_due=True, can_meet=True, is_near=True), [Tell(), AVERAGE]),
-        (Facts(is_due=True), [DialMissing(), ACCUMULATE]),
+        (Facts(is_due=True), [ASK, ACCUMULATE]),
+        (Facts(is_due=True, is_alone=True), [ASK_AND_CHECK, ALONE]),
     ],
 )
 def test_the_first_applicable_rule_decides_at_the_end_of_a_batch(facts: Facts, actions: list[Action]) -> None:
@@ -154,7 +153,6 @@ def test_a_peer_that_averages_in_the_background_begins_before_the_batch_in_which
     assert after(arriving, batch=batch) == [Tell(), early]
     assert after(replace(arriving, arrives_s=1.1), batch=batch) == [Tell(), ACCUMULATE]
     assert after(replace(arriving, can_meet=False), batch=batch) == [Tell(), ACCUMULATE]
-    assert after(replace(arriving, late_newcomers=(GUEST,)), batch=batch) == [Tell(), ACCUMULATE]
     assert after(arriving, batch=replace(batch, samples=0)) == [ACCUMULATE]
     machine = RunMachine(CONFIG)
     assert outcome_of(machine, batch, 100.0, arriving) == [Tell(), early]
@@ -178,27 +176,19 @@ def test_a_peer_computes_another_batch_that_ends_before_those_of_the_others() ->
     assert after(due, batch=Batch(8, 0.0, may_wait=True)) == [AVERAGE], "it does not know how long a batch takes"
 
 
-def test_a_peer_goes_alone_only_after_it_has_read_and_asked() -> None:
+def test_a_peer_goes_alone_only_if_nobody_is_there_after_it_has_asked() -> None:
     alone = Facts(is_due=True, is_alone=True)
-    assert after(alone)[1:] == [AskMates(), ALONE]
-    assert after(alone, is_there=True)[1:] == [AskMates(), ACCUMULATE]
+    assert after(alone)[1:] == [ALONE]
     assert after(alone, replace(alone, is_alone=False))[1:] == [ACCUMULATE]
     assert after(alone, batch=Batch(0, 1.0, may_wait=True))[1:] == [ACCUMULATE]
+    assert after(replace(alone, is_alone=False), alone)[1:] == [ALONE], "the others are gone"
 
 
 def test_a_peer_that_may_be_cut_off_begins_no_branch_for_a_round_s_time() -> None:
-    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
-    assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [AskMates(), AskAnyone(), ACCUMULATE]
-    assert outcome_of(machine, BATCH, 159.0, alone)[-1] == ACCUMULATE
-    assert outcome_of(machine, BATCH, 160.0, alone)[1:] == [AskMates(), ALONE]
-
-
-def test_a_peer_whose_link_is_up_goes_alone_though_nobody_of_its_run_is_there() -> None:
-    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
-    machine.on(BATCH, 100.0, alone)
-    machine.on(Done(), 100.0, alone)
-    assert machine.on(Done(), 100.0, alone) == [AskAnyone()]
-    assert machine.on(Done(is_there=True), 100.0, alone) == [ALONE]
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True)
+    assert outcome_of(machine, BATCH, 100.0, alone, is_cut_off=True) == [ASK_AND_CHECK, ACCUMULATE]
+    assert outcome_of(machine, BATCH, 159.0, alone, is_cut_off=True) == [ASK_AND_CHECK, ACCUMULATE]
+    assert outcome_of(machine, BATCH, 160.0, alone, is_cut_off=True) == [ASK, ALONE]
 
 
 def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
@@ -235,10 +225,6 @@ def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> N
     assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s - 1.3, due) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s - 1.2, due) == [AVERAGE]
-    newcomer = Facts(is_due=True, can_meet=True, newcomers=(GUEST,), late_newcomers=(GUEST,))
-    machine = RunMachine(CONFIG)
-    assert outcome_of(machine, BATCH, 100.0, newcomer) == [ACCUMULATE]
-    assert outcome_of(machine, BATCH, 100.0 + half_s, newcomer) == [AVERAGE]
 
 
 def test_a_peer_waits_for_batches_of_others_from_when_the_step_was_due() -> None:
@@ -248,8 +234,8 @@ def test_a_peer_waits_for_batches_of_others_from_when_the_step_was_due() -> None
     assert outcome_of(machine, BATCH, 101.0, due) == [AVERAGE]
 
 
-def test_a_group_waits_only_for_newcomers_that_would_never_take_part_else() -> None:
-    assert after(Facts(is_due=True, can_meet=True, newcomers=(GUEST,))) == [AVERAGE]
+def test_a_group_waits_for_no_newcomers() -> None:
+    assert after(Facts(is_due=True, can_meet=True, has_newcomers=True)) == [AVERAGE]
 
 
 def test_a_peer_that_can_be_met_after_another_read_is_met() -> None:
@@ -258,9 +244,9 @@ def test_a_peer_that_can_be_met_after_another_read_is_met() -> None:
 
 
 def test_a_peer_that_has_made_steps_does_not_ask_whether_its_link_is_up() -> None:
-    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True)
     machine.on(Stepped([MATE]), 90.0, alone)
-    assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [AskMates(), ALONE]
+    assert outcome_of(machine, BATCH, 100.0, alone) == [ASK, ALONE]
 
 
 def test_a_peer_without_samples_tells_nothing_and_one_that_sees_no_end_reports_each_batch() -> None:
@@ -274,42 +260,41 @@ def test_a_peer_without_samples_tells_nothing_and_one_that_sees_no_end_reports_e
 
 
 def test_a_lone_peer_waits_a_limited_time_for_a_peer_that_loads_its_state() -> None:
-    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, newcomers=(GUEST,))
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, has_newcomers=True)
     assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 159.0, alone)[1:] == [ACCUMULATE]
-    assert outcome_of(machine, BATCH, 160.0, alone)[1:] == [AskMates(), ALONE]
+    assert outcome_of(machine, BATCH, 160.0, alone) == [ASK, ALONE]
 
 
 STEP_S = 10.0
 
 
-def waits(machine: RunMachine, number: int, loading: tuple[PeerId, ...], members: Collection[PeerId]) -> bool:
-    """Make a step in a group, the last one of a number; returns whether it waits for those that load the state."""
+def waits(machine: RunMachine, number: int, members: Collection[PeerId], *, has_newcomers: bool = True) -> bool:
+    """A lone peer makes a step, the last one of a number; returns whether it waits for newcomers before."""
     now, here = number * STEP_S, Position(number, b"run")
-    facts = Facts(here, is_due=True, can_meet=True, newcomers=loading, late_newcomers=loading)
-    has_waited = outcome_of(machine, BATCH, now, facts) == [ACCUMULATE]
+    facts = Facts(here, is_due=True, is_alone=True, has_newcomers=has_newcomers)
+    has_waited = outcome_of(machine, BATCH, now, facts)[-1] == ACCUMULATE
     machine.on(Stepped(members), now, facts)
     return has_waited
 
 
-def test_a_guest_that_never_comes_to_a_round_is_waited_for_once_and_then_rarely() -> None:
-    """Whatever identity it takes."""
+def test_newcomers_that_never_come_to_a_round_are_waited_for_once_and_then_rarely() -> None:
     machine = RunMachine(CONFIG)
-    times = [number * STEP_S for number in range(400) if waits(machine, number, (PeerId(f"guest {number}"),), [MATE])]
+    times = [number * STEP_S for number in range(400) if waits(machine, number, [])]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps
     assert all(IDLE_S <= gap <= IDLE_S + STEP_S for gap in gaps)
 
 
-def test_a_guest_that_comes_to_the_round_is_waited_for_the_next_time_too() -> None:
+def test_after_newcomers_that_came_to_the_round_the_next_ones_are_waited_for_too() -> None:
     machine = RunMachine(CONFIG)
-    assert all(waits(machine, number, (GUEST,), [MATE, GUEST]) for number in range(100))
+    assert all(waits(machine, number, [MATE]) for number in range(100))
 
 
-def test_steps_without_guests_do_not_count_as_waiting() -> None:
+def test_steps_without_newcomers_do_not_count_as_waiting() -> None:
     machine = RunMachine(CONFIG)
-    assert not any(waits(machine, number, (), [MATE]) for number in range(100))
-    assert waits(machine, 100, (GUEST,), [MATE])
+    assert not any(waits(machine, number, [], has_newcomers=False) for number in range(100))
+    assert waits(machine, 100, [])
 
 
 # all states
@@ -319,33 +304,25 @@ def situations() -> Iterator[Facts]:
     """All that a peer can know, as far as a decision can depend on it."""
     flags = (False, True)
     yield from (Facts(has_better_branch=True), Facts(lacks_state="no"), Facts(differs=True))
-    for old, arriving, due, meet, alone, knew in itertools.product(flags, repeat=6):
+    for old, arriving, due, meet, alone in itertools.product(flags, repeat=5):
         arrives_s = 0.5 if arriving else math.inf
-        for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
+        for loading, busy_s in itertools.product(flags, (0.5, 9.0)):
             yield Facts(
                 is_worth_a_look=old, is_near=arriving, arrives_s=arrives_s, is_due=due, can_meet=meet, is_alone=alone,
-                knew_others=knew, newcomers=loading, late_newcomers=loading, busy_s=busy_s,
+                has_newcomers=loading, busy_s=busy_s,
             )  # fmt: skip
 
 
 def key_of(machine: RunMachine, now: float) -> object:
-    """All that it holds; of times, what is compared, and of sets, whether they are empty."""
+    """All that it holds; of times, what is compared."""
 
     def key(value: object) -> object:
-        if isinstance(value, set):
-            return bool(value)
         if isinstance(value, float):
             waited = now - value
             return waited >= 0.0, waited >= 8.0, waited >= 60.0, waited == math.inf
         return value
 
     return tuple(key(value) for name, value in vars(machine).items() if name != "lull_until")
-
-
-def copied(machine: RunMachine) -> RunMachine:
-    one = copy.copy(machine)
-    vars(one).update({name: set(value) for name, value in vars(one).items() if isinstance(value, set)})
-    return one
 
 
 @pytest.mark.parametrize("every", few_of([7, 1], 1, pytest.mark.long))
@@ -363,9 +340,9 @@ def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold(every
         machine, now, num_actions, last_batch = todo.pop()
         events: list[Event] = [*batches, Stepped([MATE]), Stepped([])]
         if machine.stage is not Stage.COMPUTING:
-            events = [Done(), Done(is_there=True), Stepped([MATE])]
+            events = [Done(), Done(is_cut_off=True), Stepped([MATE])]
         for event, facts in itertools.product(events, known):
-            one, batch = copied(machine), event if isinstance(event, Batch) else last_batch
+            one, batch = copy.copy(machine), event if isinstance(event, Batch) else last_batch
             stage, actions = machine.stage, one.on(event, now, facts)
             num_events += 1
             if isinstance(event, Stepped):
@@ -398,8 +375,9 @@ def check_promises(
         assert facts.can_meet
     if last == ALONE:
         assert batch.samples
-        assert isinstance(event, Done)
-        assert stage in (Stage.ASKING_MATES, Stage.ASKING_ANYONE), "it has read the records, and asked"
+        assert facts.is_alone
+        assert event == Done()
+        assert stage is Stage.ASKING, "it has read the records, and asked"
     if last == Decide(Decision.LOAD_STATE):
         assert facts.has_better_branch
     if isinstance(event, Batch) and facts.has_better_branch:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.averaging.state.content import Origin
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.run.step_rounds import Averaged, LacksMeans
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
 from manyhands.optim.step.replica import Replica
 
@@ -94,6 +95,32 @@ def test_samples_of_an_attempt_without_an_average_wait_for_the_next_one(error: R
     trainer.samples.end(step)
     assert trainer.counts == WAIT
     assert trainer.accumulator.was_out
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_outsized", "counts", "origin"),
+    [
+        (8.0, False, (8, 8, 8, 0), [ME, OTHER]),
+        (0.0, False, (16, 0, 16, 0), [OTHER]),
+        (0.0, True, (8, 0, 8, 8), [OTHER]),
+    ],
+    ids=["they are in the step", "they are not", "they were too large"],
+)
+def test_samples_of_a_committed_round_are_told_by_its_manifest_though_this_peer_lacks_the_means(
+    weight: float, is_outsized: bool, counts: tuple[int, ...], origin: list[PeerId]
+) -> None:
+    """And the batch after it, before this peer has got the step, counts in the next one."""
+    trainer = Trainer()
+    trainer.batch()
+    step = trainer.begin()
+    manifest = RoundManifest(bytes(32), BEFORE, 1, [ME, OTHER], [weight, 8.0], [0, 0], bytes(32))
+    step.error = LacksMeans(CommittedRound(None, manifest, 1.0, is_outsized=is_outsized), ME)
+    trainer.samples.end(step)
+    trainer.batch()
+    trainer.replica.position, trainer.replica.origin = AFTER, Origin(BEFORE, origin)
+    trainer.samples.load(BEFORE)
+    assert trainer.counts == counts
+    assert trainer.samples.statistics.samples_counted == weight
 
 
 def test_samples_wait_where_the_update_was_not_begun() -> None:

@@ -309,7 +309,7 @@ async def test_the_target_is_reached_together() -> None:
 
 
 def situation_of(run: Run) -> Situation:
-    return run.tracker.situation(differs=False, newcomers=(), late_newcomers=(), knew_others=False, allow_solo=False)
+    return run.tracker.situation(differs=False, has_newcomers=False, allow_solo=False)
 
 
 def arrives_in_s(run: Run, within_s: float) -> float:
@@ -326,16 +326,6 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
         assert arrives_in_s(run, 1.0) == 1.0
         assert arrives_in_s(run, 0.9) == math.inf
         assert not run.tracker.is_due(), "a step begins by what was counted"
-
-
-async def test_no_step_waits_for_a_late_newcomer_that_was_at_fault() -> None:
-    async with run_of_one(target_batch_size=16) as run:
-        standings = {BOB: Standing(faults=1), CAROL: Standing()}
-        run.tracker.roster = lambda: Roster(standings)
-        late = run.tracker.situation(
-            differs=False, newcomers=(), late_newcomers=(BOB, CAROL, PeerId("new")), knew_others=False, allow_solo=False
-        ).late_newcomers
-        assert set(late) == {CAROL, "new"}
 
 
 async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some() -> None:

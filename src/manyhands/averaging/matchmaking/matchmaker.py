@@ -176,15 +176,11 @@ class Matchmaker:
             self._stop_asking()
 
     def round_over(self, group: Group, blamed: Sequence[PeerId], *, is_committed: bool) -> None:
-        """Note whether the round of a group has committed, and which members are to blame if anything failed."""
+        """Note whether the round of a group gave this peer a result, and which members are to blame for a fault."""
         others = {member.peer_id for member in group.members} - {self._endpoint.peer_id}
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
         self._on(matchmaking_machine.RoundOver(group.leader, is_committed))
-
-    def pass_over(self, leader: PeerId) -> None:
-        """The round of a leader gave this peer no result: ask another one for the next attempt."""
-        self._on(matchmaking_machine.RoundOver(leader, is_committed=False))
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""

@@ -54,8 +54,7 @@ event                raised by
 :class:`Called`      a ``CALL`` call of another peer
 :class:`Follows`     the answer to this peer's ``CALL`` call
 :class:`CallFailed`  a ``CALL`` call that failed or was refused; a dial to a possible leader that failed
-:class:`RoundOver`   ``round_over``, from the round runner; ``pass_over``, from the optimizer; ``find_group``, when it
-                     is cancelled after a group was found
+:class:`RoundOver`   ``round_over``, from the round runner; ``find_group``, when it is cancelled after a group was found
 :class:`Looked`      a timer, while others wait for what this peer does: every ``LOOK_S``, at ``wake_at``, and after
                      each other event
 ===================  =================================================================================================
@@ -180,7 +179,7 @@ class RoundOver:
     """The round that was found is over."""
 
     leader: PeerId
-    is_committed: bool
+    is_committed: bool  # and this peer has the result
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ state                event                                          next        
 exchanging           this member's own exchange is over             voted       vote; the leader counts its own vote
 exchanging, voted    told: again, with this member                  exchanging  exchange again
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
-in doubt                                                                        asks members other than the leader for
-                                                                                them (``StepRounds._lacking_means``)
+in doubt                                                                        has no result
 exchanging, voted    the leader is lost, breaks the protocol, or    in doubt    stop; ask all others how it ended
                      gives no verdict in time
 in doubt             none of them knows it, or the time is over     over        abort, for this member alone

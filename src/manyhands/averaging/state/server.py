@@ -52,12 +52,10 @@ class StateRequest(msgspec.Struct):
     """Opens the stream: asks for a run's current state.
 
     Attributes:
-        is_late: whether the last state that the peer downloaded was out of date on arrival.
         is_onlooker: whether the peer will not train from the state, such as an evaluator.
     """
 
     run_id: str
-    is_late: bool = False
     is_onlooker: bool = False
 
 
@@ -104,8 +102,8 @@ class StateServer:
         self._copy: weakref.ref[State] | None = None  # is freed when no peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
-        self._following: list[tuple[PeerId, bool]] = []  # peers that download, and whether they are late
-        self._ended_at: dict[tuple[PeerId, bool], float] = {}  # loop times
+        self._following: list[PeerId] = []  # peers that download
+        self._ended_at: dict[PeerId, float] = {}  # loop times
         self._kind = kind
         endpoint.accept_bulk(kind, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
 
@@ -113,27 +111,22 @@ class StateServer:
         """Accept no more downloads."""
         self._endpoint.refuse_bulk(self._kind)
 
-    def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
-        """Future trainers that download the state now, or finished within the last ``patience_s`` seconds.
-
-        Args:
-            by_latecomers: only peers whose last download took longer than a step of the run.
-        """
+    def followers(self, patience_s: float) -> set[PeerId]:
+        """Future trainers that download the state now, or finished within the last ``patience_s`` seconds."""
         since = asyncio.get_running_loop().time() - patience_s
-        recent = [*self._following, *(one for one, ended_at in self._ended_at.items() if ended_at >= since)]
-        return {peer_id for peer_id, is_late in recent if is_late or not by_latecomers}
+        return {*self._following, *(peer_id for peer_id, ended_at in self._ended_at.items() if ended_at >= since)}
 
     @contextmanager
-    def following(self, remote: PeerId, *, is_late: bool = False) -> Iterator[None]:
+    def following(self, remote: PeerId) -> Iterator[None]:
         """Within the block, a peer counts as one that downloads the state."""
-        self._following.append((remote, is_late))
+        self._following.append(remote)
         try:
             yield
         finally:
-            self._following.remove((remote, is_late))
+            self._following.remove(remote)
             now = asyncio.get_running_loop().time()
             self._ended_at = {one: ended_at for one, ended_at in self._ended_at.items() if ended_at > now - MINUTE_S}
-            self._ended_at[remote, is_late] = now
+            self._ended_at[remote] = now
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         request, answer = read_header(remote, header, StateRequest), None
@@ -144,7 +137,7 @@ class StateServer:
         else:
             self._serving.add(remote)
             try:
-                with nullcontext() if request.is_onlooker else self.following(remote, is_late=request.is_late):
+                with nullcontext() if request.is_onlooker else self.following(remote):
                     state = await self._current()
                     async with time_limit(longest_s(state.header), f"handing the state out to peer {remote}"):
                         await _serve(stream, state)

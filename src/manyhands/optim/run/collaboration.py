@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
+from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
@@ -39,7 +40,7 @@ from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
-from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state, step_towards
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -315,7 +316,7 @@ class Collaboration:
         self._contacts.warn_if_stranded()
         actions = self._on(run_machine.Batch(samples, batch_s, may_wait))
         while True:
-            is_there = False
+            is_cut_off = False
             for action in actions:
                 match action:
                     case run_machine.Decide():
@@ -329,15 +330,11 @@ class Collaboration:
                         await self.tracker.look(timeout_s)
                     case run_machine.WaitUntilDue(timeout_s):
                         await self.tracker.wait_until_due(timeout_s)
-                    case run_machine.AskMates():
-                        is_there = await self._contacts.anyone_answers()
-                    case run_machine.AskAnyone():
-                        is_there = await self.presence.dht.anyone_answers()
+                    case run_machine.AskOthers(checks_link):
+                        is_cut_off = await self._contacts.ask_others(checks_link=checks_link)
                     case run_machine.Tell():
                         self._contacts.tell(self.tracker.view.expected)
-                    case run_machine.DialMissing():
-                        self._contacts.look_for_the_dead()
-            actions = self._on(run_machine.Done(is_there))
+            actions = self._on(run_machine.Done(is_cut_off))
 
     def _on(self, event: run_machine.Event) -> list[run_machine.Action]:
         return self._machine.on(event, asyncio.get_running_loop().time(), self._situation())
@@ -347,9 +344,7 @@ class Collaboration:
         return self.tracker.situation(
             lacks_state=self.no_state() if self.tracker.branches.lacks_state() else "",
             differs=self._drift.compare(),
-            newcomers=self._server.followers(LATE_ANSWER_S),
-            late_newcomers=self._server.followers(LATE_ANSWER_S, by_latecomers=True),
-            knew_others=self.presence.knew_others,
+            has_newcomers=bool(self._server.followers(LATE_ANSWER_S)),
             allow_solo=self.allow_solo,
         )
 
@@ -493,8 +488,7 @@ class Collaboration:
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
-                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
-                    on_header=self._note_state,
+                    on_violation=self.tracker.shun, on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
                 if contradicted:
@@ -530,4 +524,12 @@ class Collaboration:
         members = self.local.roster.members  # they are asked before others: a stranger may be slow on purpose
         others = sorted(self._donors(), key=lambda donor: donor not in members)
         donors = dict.fromkeys([*self._state_donors, *others])  # the donors of the state have kept the steps since
-        return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))
+        return await step_towards(
+            self.presence.endpoint, self.run_id, self.local.position, self.local.roster,
+            self.tracker.leading_branch().position, list(donors), self._plan_of_code,
+            timeout_s=self.averaging.averaging_timeout_s, on_violation=self.tracker.shun,
+        )  # fmt: skip
+
+    def _plan_of_code(self, code: int) -> Plan:
+        """The encoding of the next step's vector, with the codec that has this code on the wire."""
+        return plan_of(self.local.shapes, codec_of_code(code, self.averaging.codec))

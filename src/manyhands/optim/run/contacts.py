@@ -1,10 +1,10 @@
 """Direct contacts between the peers of a run; everything else goes through the DHT.
 
 * Near the target of a step, each peer sends the others its number of samples: the DHT is too slow for that.
-* Before a step alone, a peer asks the peers of earlier rounds for their positions: the nodes of the DHT that hold the
-  run's records may be gone or malicious.
-* A peer dials others that do not come to rounds. If a process has died, its machine refuses the connection, so the
-  others need not wait until the record expires.
+* Before a step alone, a peer asks the peers of the roster for their positions: the nodes of the DHT that hold the run's
+  records may be gone or malicious.
+* A peer without others that come to its rounds dials these. If a process has died, its machine refuses the connection,
+  so the others need not wait until the record expires.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -27,7 +27,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.peer import Presence
-from manyhands.rpc.method import Method, RequestT, ResponseT
+from manyhands.rpc.method import Method
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -38,22 +38,13 @@ PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 """A peer is gone if dials of all its addresses fail for one of these reasons."""
 
 
-class WhereAreYou(msgspec.Struct):
-    """Asks a peer of the run for its present record. The answer is :class:`HereIAm`."""
-
-
 class HereIAm(msgspec.Struct):
     """The present record of the sender."""
 
     record: PeerRecord
 
 
-class TellResponse(msgspec.Struct):
-    """Confirms a :class:`HereIAm` that was sent without being asked for."""
-
-
-WHERE = Method("optim.where", WhereAreYou, HereIAm)
-TELL = Method("optim.tell", HereIAm, TellResponse)
+TELL = Method("optim.tell", HereIAm, HereIAm)
 
 
 class Contacts:
@@ -73,11 +64,9 @@ class Contacts:
         self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
-        self._endpoint.handle(WHERE, self._on_ask)
         self._endpoint.handle(TELL, self._on_told)
 
     def close(self) -> None:
-        self._endpoint.unhandle(WHERE)
         self._endpoint.unhandle(TELL)
 
     def tell(self, others: Mapping[PeerId, bool]) -> None:
@@ -94,49 +83,63 @@ class Contacts:
         for peer_id, is_client in others.items():
             if is_client and not self._endpoint.is_connected(peer_id):
                 continue
-            self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
+            self._tasks.spawn(self._tell(peer_id), name="telling a peer where this one is")
 
-    async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
+    async def _tell(self, peer_id: PeerId) -> HereIAm | None:
         try:
-            return await self._endpoint.call(peer_id, method, request, ANSWER_S)
+            return await self._endpoint.call(peer_id, TELL, HereIAm(self._tracker.own), ANSWER_S)
         except ManyhandsError as error:
             logger.debug("peer %s does not answer: %s", peer_id, error)
             return None
 
-    def _on_told(self, remote: PeerId, news: HereIAm) -> TellResponse:
+    def _on_told(self, remote: PeerId, news: HereIAm) -> HereIAm:
         if remote in self._tracker.observed():  # the DHT bounds the number of records; others are ignored here
             self._tracker.heard(remote, news.record)
-        return TellResponse()
+        if self._tracker.is_idle:
+            raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
+        return HereIAm(self._tracker.own)
 
-    async def anyone_answers(self) -> bool:
-        """Ask peers of earlier rounds whose records are not in the DHT; returns whether one of them is still there.
+    async def ask_others(self, *, checks_link: bool) -> bool:
+        """Find out which peers are there, as none can come to a step that is due.
 
-        The records in their answers count like records of the DHT. If none answers, none is asked again for
-        ``TWO_DIALS_S``.
+        Records that show no other trainer here may be old, so they are read again. Peers of the roster that have none
+        are asked, and the missing ones are dialled in the background.
+
+        Args:
+            checks_link: whether to ping nodes of the DHT, of any run, too, if this peer was given initial peers or
+                knows some from an earlier start.
+        Returns:
+            Whether no node that was pinged has answered: this peer's own link may be down.
         """
-        observed, now = self._tracker.observed(), asyncio.get_running_loop().time()
-        hidden = [peer for peer in self._tracker.branches.belief.recently_met(MAX_ASKED) if peer not in observed]
+        if not self._tracker.view.trainers:
+            await self._tracker.look(DIAL_S)
+        self.look_for_the_dead()
+        await self._ask_hidden()
+        return checks_link and self._presence.knew_others and not await self._presence.dht.anyone_answers()
+
+    async def _ask_hidden(self) -> None:
+        """Ask peers of the roster whose records are not in the DHT; those in their answers count like records there.
+
+        If none answers, none is asked again for ``TWO_DIALS_S``.
+        """
+        roster, now = self._tracker.roster(), asyncio.get_running_loop().time()
+        known = {self._presence.peer_id, *self._tracker.observed()}
+        hidden = sorted(roster.standings.keys() - known, key=lambda peer_id: (peer_id not in roster.members, peer_id))
         if not hidden or now < self._silent_at + TWO_DIALS_S:
-            return False
-        if is_there := await self.any_answers(hidden):
-            logger.warning("The DHT shows no other peer of the run, but some of the peers of its last rounds answer")
+            return
+        if await self.any_answers(hidden):
+            logger.warning("The DHT shows no record of some peers of the last rounds that answer")
         else:
             self._silent_at = now
-        return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
         """Ask up to ``MAX_ASKED`` of these peers; returns whether one of them answers."""
         return any(await asyncio.gather(*map(self._ask, peer_ids[:MAX_ASKED])))
 
     async def _ask(self, peer_id: PeerId) -> bool:
-        if answer := await self._call(peer_id, WHERE, WhereAreYou()):
+        if answer := await self._tell(peer_id):
             self._tracker.heard(peer_id, answer.record)
         return answer is not None
-
-    def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
-        if self._tracker.is_idle:
-            raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
-        return HereIAm(self._tracker.own)
 
     # the dead
 
@@ -145,7 +148,8 @@ class Contacts:
 
         A peer that does not answer at all may still train behind a broken link: it stays until its record expires.
         """
-        if not self._tasks.is_closed and (self._looking is None or self._looking.done()):
+        is_free = self._looking is None or self._looking.done()
+        if is_free and self._tracker.missing() and not self._tasks.is_closed:
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 
     async def _look_for_the_dead(self) -> None:

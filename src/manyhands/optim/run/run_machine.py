@@ -22,20 +22,11 @@ any            any other ``Batch``                            *              as 
 reading        ``Done``                                       *              as below
 waiting        ``Done``; the target is reached                *              as below, at the target
 waiting        ``Done``; it is not reached                    reading        ``Look``; no other wait before a step
-alone          ``Done``; another peer is there after all, or  computing      ``ACCUMULATE``
-               this one has no samples, or newcomers
-               download the state
-alone          ``Done``; nothing of that holds                asking mates   ``AskMates``: call the peers of earlier
-                                                                             rounds
-asking mates   ``Done``; one of them has answered             computing      ``ACCUMULATE``
-asking mates   ``Done``; none has, and this peer has made no  asking anyone  ``AskAnyone``: ping nodes of the DHT
-               step yet, was given initial peers or knows
-               some from an earlier start, and has waited
-               for less than ``averaging_timeout_s``
-asking mates   ``Done``; none has, otherwise                  computing      ``GO_ALONE``
-asking anyone  ``Done``; a node has answered                  computing      ``GO_ALONE``
-asking anyone  ``Done``; none has: this peer's own link may   computing      ``ACCUMULATE``
-               be down
+asking         ``Done``; no other peer is there, this peer    computing      ``GO_ALONE``
+               has samples, no newcomers download the state,
+               and its link is not down (checked before its
+               first step, for ``averaging_timeout_s``)
+asking         ``Done``; otherwise                            computing      ``ACCUMULATE``
 any            ``Stepped``                                    computing      none; the ``Done`` of an action that is
                                                                              still carried out gives ``ACCUMULATE``
 =============  =============================================  =============  ===========================================
@@ -60,15 +51,13 @@ the target is not reached                                ``ACCUMULATE``
 at the target
 -------------------------------------------------------  --------------------------------------------------------------
 another peer can come to the round                       ``AVERAGE``; but ``ACCUMULATE`` if another batch of this peer
-                                                         ends before those of the others, or for late newcomers
-others are there, but cannot be reached                  ``DialMissing``, to find out which are gone; ``ACCUMULATE``
-no other peer is there                                   alone: ``Look``
+                                                         ends before those of the others
+no other peer is there, or none that can be reached      asking: ``AskOthers``
 =======================================================  ==============================================================
 
-On ``LOAD_STATE`` the optimizer first asks for the committed steps from its position (``StepRounds.step_towards``), and
-downloads the state only if no peer has kept them. So a newcomer whose state is some steps old and a member that missed
-a round usually need no second download. A member of a round that committed without it holding the means does not wait
-for this decision: ``StepRounds.average`` fetches the step at once.
+On ``LOAD_STATE`` the optimizer first asks for the committed steps from its position (``state/catching_up.py``), and
+downloads the state only if no peer has kept them. So a newcomer whose state is some steps old, a member that missed a
+round, and one that lacks the means of its round usually need no download.
 """
 
 from __future__ import annotations
@@ -82,7 +71,7 @@ from typing import TypeAlias
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.patience import BATCH_MARGIN
 from manyhands.averaging.messages import Position
-from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S, TWO_DIALS_S
+from manyhands.averaging.timing import IDLE_S, LOOK_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import View
 
@@ -109,9 +98,7 @@ class Stage(enum.Enum):
     COMPUTING = "computing"
     READING = "reading"
     WAITING = "waiting"
-    ALONE = "alone"
-    ASKING_MATES = "asking mates"
-    ASKING_ANYONE = "asking anyone"
+    ASKING = "asking"
 
 
 @dataclass(frozen=True)
@@ -147,10 +134,7 @@ class Situation:
         is_alone: no other peer would come to the step, however long this one waits: it is on the best known branch,
             and the only trainer there. A peer in client mode is alone only if no other peer of the run trains, or if
             ``allow_solo`` is set and no peer of the run accepts connections.
-        newcomers: all newcomers of this peer.
-        late_newcomers: the newcomers whose last download took longer than a step of the run, but those with faults in
-            the roster: they come back, and would hold up a step each time.
-        knew_others: this peer was given initial peers, or knows peers from an earlier start.
+        has_newcomers: whether there are any newcomers of this peer.
     """
 
     position: Position
@@ -166,9 +150,7 @@ class Situation:
     eta_s: float
     can_meet: bool
     is_alone: bool
-    newcomers: Collection[PeerId]
-    late_newcomers: Collection[PeerId]
-    knew_others: bool
+    has_newcomers: bool
 
 
 # events; the first table says who raises them
@@ -187,7 +169,7 @@ class Batch:
 class Done:
     """The last action of the previous answer is carried out."""
 
-    is_there: bool = False  # after AskMates or AskAnyone: a peer has answered
+    is_cut_off: bool = False  # after AskOthers that checks the link: it may be down
 
 
 @dataclass(frozen=True)
@@ -227,13 +209,10 @@ class WaitUntilDue:
 
 
 @dataclass(frozen=True)
-class AskMates:
-    """Ask peers of earlier rounds of which the DHT has no record now whether they are still in the run."""
+class AskOthers:
+    """Find out which peers of the run are there; what they answer is in the next :class:`Situation`."""
 
-
-@dataclass(frozen=True)
-class AskAnyone:
-    """Ping some nodes of the DHT, of any run: if none answers, this peer's own link may be down."""
+    checks_link: bool  # whether to find out, too, if this peer's own link may be down
 
 
 @dataclass(frozen=True)
@@ -241,12 +220,7 @@ class Tell:
     """Tell the expected peers how many samples this one has accumulated."""
 
 
-@dataclass(frozen=True)
-class DialMissing:
-    """Dial the missing peers, which did not come to rounds, to find out which are gone."""
-
-
-Action: TypeAlias = Decide | Look | WaitUntilDue | AskMates | AskAnyone | Tell | DialMissing
+Action: TypeAlias = Decide | Look | WaitUntilDue | AskOthers | Tell
 
 
 class RunMachine:
@@ -265,7 +239,7 @@ class RunMachine:
         self._due_from: Position | None = None  # the position from which the last due step leads
         self._due_since = -math.inf
         self._waited_in_vain_at: Position | None = None
-        self._awaited: set[PeerId] = set()  # newcomers for which the next step has waited
+        self._has_awaited_newcomers = False  # with the next step
         self._pause_until = -math.inf  # until then no step waits for newcomers
 
     def on(self, event: Event, now: float, run: Situation) -> list[Action]:
@@ -280,10 +254,10 @@ class RunMachine:
                 if run.is_worth_a_look:
                     return self._first(Stage.READING, Look(MOMENT_S))
                 return self._choose(now, run)
-            case Done(is_there):
-                return self._go_on(stage, now, run, is_there=is_there)
+            case Done(is_cut_off):
+                return self._go_on(stage, now, run, is_cut_off=is_cut_off)
 
-    def _go_on(self, stage: Stage, now: float, run: Situation, *, is_there: bool) -> list[Action]:
+    def _go_on(self, stage: Stage, now: float, run: Situation, *, is_cut_off: bool) -> list[Action]:
         match stage:
             case Stage.READING:
                 return self._choose(now, run)
@@ -292,13 +266,9 @@ class RunMachine:
             case Stage.WAITING:
                 self._waited_in_vain_at = run.position
                 return self._first(Stage.READING, Look(MOMENT_S))
-            case Stage.ALONE:
-                return self._still_alone(now, run)
-            case Stage.ASKING_MATES if not is_there:
-                return self._nobody_answered(now, run)
-            case Stage.ASKING_ANYONE if is_there:
-                return [Decide(Decision.GO_ALONE)]
-            case _:  # a peer of earlier rounds has answered, or no node of the DHT has, or a step was made meanwhile
+            case Stage.ASKING if run.is_alone and not run.can_meet and not is_cut_off and self._batch.samples:
+                return [Decide(Decision.ACCUMULATE if self._waits_for_newcomers(now, run) else Decision.GO_ALONE)]
+            case _:  # also if a step was made meanwhile
                 return [Decide(Decision.ACCUMULATE)]
 
     def _first(self, stage: Stage, action: Action) -> list[Action]:
@@ -326,7 +296,7 @@ class RunMachine:
 
     def _early(self, run: Situation, wait_s: float) -> list[Action]:
         """Begin a step in the background before it is due."""
-        if not (self._batch.samples and run.can_meet) or run.late_newcomers:
+        if not (self._batch.samples and run.can_meet):
             return [Decide(Decision.ACCUMULATE)]
         self._waited_in_vain_at = run.position
         return [Decide(Decision.AVERAGE_WHEN_DUE, wait_s)]
@@ -352,11 +322,10 @@ class RunMachine:
         if self._due_from != run.position:
             self._due_from, self._due_since = run.position, now
         if run.can_meet:
-            goes_on = self._has_time(now, run) or self._waits_for_newcomers(now, run, is_alone=False)
-            return [Decide(Decision.ACCUMULATE if goes_on else Decision.AVERAGE)]
-        if not run.is_alone:
-            return [DialMissing(), Decide(Decision.ACCUMULATE)]
-        return self._first(Stage.ALONE, Look(DIAL_S))
+            return [Decide(Decision.ACCUMULATE if self._has_time(now, run) else Decision.AVERAGE)]
+        is_early = now - self._due_since < self._config.averaging_timeout_s
+        # with a link that is down, this peer would begin a branch of its own
+        return self._first(Stage.ASKING, AskOthers(checks_link=run.is_alone and is_early and not self._has_stepped))
 
     def _has_time(self, now: float, run: Situation) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round.
@@ -370,39 +339,17 @@ class RunMachine:
         until = min(others_until, self._due_since + self._config.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
-    def _waits_for_newcomers(self, now: float, run: Situation, *, is_alone: bool) -> bool:
-        """Whether to put the step off while newcomers download the state, which the step would make out of date.
-
-        A lone peer waits for all newcomers. In a group, where the others wait for this peer, it waits no longer than
-        for a peer that computes, and only for late newcomers: these could never take part otherwise.
-        """
-        longest_s = self._config.averaging_timeout_s if is_alone else self._config.matchmaking_time_s / 2
-        if now - self._due_since >= longest_s or now < self._pause_until:
-            return False
-        newcomers = run.newcomers if is_alone else run.late_newcomers
-        self._awaited.update(newcomers)
-        return bool(newcomers)
-
-    # alone
-
-    def _still_alone(self, now: float, run: Situation) -> list[Action]:
-        if not run.is_alone or run.can_meet or not self._batch.samples:
-            return [Decide(Decision.ACCUMULATE)]
-        if self._waits_for_newcomers(now, run, is_alone=True):
-            return [Decide(Decision.ACCUMULATE)]
-        return self._first(Stage.ASKING_MATES, AskMates())
-
-    def _nobody_answered(self, now: float, run: Situation) -> list[Action]:
-        has_waited = now - self._due_since >= self._config.averaging_timeout_s
-        if self._has_stepped or not run.knew_others or has_waited:
-            return [Decide(Decision.GO_ALONE)]
-        # with a link that is down, this peer would begin a branch of its own
-        return self._first(Stage.ASKING_ANYONE, AskAnyone())
+    def _waits_for_newcomers(self, now: float, run: Situation) -> bool:
+        """Whether to put the step off while newcomers download the state, which the step would make out of date."""
+        is_over = now - self._due_since >= self._config.averaging_timeout_s or now < self._pause_until
+        waits = run.has_newcomers and not is_over
+        self._has_awaited_newcomers |= waits
+        return waits
 
     # from position to position
 
     def _stepped(self, members: Collection[PeerId], now: float) -> None:
         self._has_stepped = True
-        if self._awaited and self._awaited.isdisjoint(members):
-            self._pause_until = now + IDLE_S  # it waited in vain for newcomers
-        self._awaited = set()
+        if self._has_awaited_newcomers and not members:
+            self._pause_until = now + IDLE_S  # it waited in vain
+        self._has_awaited_newcomers = False

@@ -16,16 +16,16 @@ from typing import Protocol
 
 import torch
 
-from manyhands.averaging.codecs import Plan, Unscaled, codec_of_code, plan_of
+from manyhands.averaging.codecs import Unscaled
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import QUALIFYING, Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
-from manyhands.averaging.timing import LATE_ANSWER_S, LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
+from manyhands.averaging.timing import LATE_ANSWER_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
+from manyhands.base.errors import NobodyThere, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -34,12 +34,10 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.catching_up import MissedStep, StepKeeper, fetch_step
+from manyhands.optim.state.catching_up import StepKeeper
 
 logger = logging.getLogger(__name__)
 
-MAX_HOLDERS = 4
-"""The largest number of peers that are asked for a step that this peer lacks."""
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
@@ -47,6 +45,21 @@ LEFT = "this peer left the run, as its optimizer or the peer itself was closed; 
 def longest_attempt_s(config: AveragingConfig) -> float:
     """The time limit of one attempt at averaging, in seconds: the search for a group, the round, and what follows."""
     return 2 * config.averaging_timeout_s + LATE_ANSWER_S + TWO_DIALS_S
+
+
+class LacksMeans(RoundAborted):
+    """The round committed, but this peer lacks its means: another peer, or the state, must give it the step.
+
+    Attributes:
+        weight: of this peer's contribution in the committed step; 0 if that is not in it.
+        is_outsized: that is not in it as its values were too large beside those of the others.
+    """
+
+    def __init__(self, committed: CommittedRound, own_id: PeerId) -> None:
+        why = f": {committed.reason}" if own_id in committed.blamed else ""
+        super().__init__(f"the group averaged its tensors, but this peer does not have the result{why}")
+        self.weight = committed.manifest.contributors().get(own_id, 0.0)
+        self.is_outsized = committed.is_outsized
 
 
 class LocalState(Protocol):
@@ -117,7 +130,7 @@ class Averaged:
 
 @dataclass(eq=False)
 class StepRounds:
-    """Makes one peer's attempts at averaging, and fetches committed steps that it lacks.
+    """Makes one peer's attempts at averaging.
 
     Args:
         assignment: decides the group of each round.
@@ -155,6 +168,7 @@ class StepRounds:
         unchanged.
 
         Raises:
+            LacksMeans: the others make the step, and this peer must get it from them.
             RoundAborted, Unavailable: the attempt failed, or :meth:`close` ended it. The gradient counts in the next
                 attempt.
         """
@@ -179,13 +193,11 @@ class StepRounds:
                     committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
+                    if committed.means is None:
+                        raise LacksMeans(committed, self.own_id)
                     place = next_place(position, roster, committed.manifest)
-                    if committed.means is not None:
-                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
-                        mean_N = committed.means.averaged_N
-                    else:
-                        mean_N = await self.lacking_means(committed, place[0])
-                    averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
+                    await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
+                    averaged = self._averaged_in_one_group(committed, committed.means.averaged_N, place, weight)
                     tell_of_faults(committed.reason, roster, place[1])
         except BaseException as error:
             self.assignment.end_step()
@@ -203,66 +215,6 @@ class StepRounds:
         tracker.is_moving = True
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
-
-    def _plan_of_code(self, code: int) -> Plan:
-        """The encoding of the next step's vector, with the codec that has this code on the wire."""
-        return plan_of(self.local.shapes, codec_of_code(code, self.config.codec))
-
-    async def step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
-        """Fetch the committed step from this peer's position, from a peer that has kept it; None if none of these has.
-
-        Args:
-            goal: the position of the run. A step that leads to another position with the same number of steps is of
-                another branch, and is not used.
-            holders: the peers to ask, the best ones first. At most ``MAX_HOLDERS`` are asked, and all of them together
-                get ``averaging_timeout_s``.
-        """
-        try:
-            async with time_limit(self.config.averaging_timeout_s, "taking a step that this peer lacks"):
-                return await self._first_step_towards(goal, holders[:MAX_HOLDERS])
-        except Timeout as error:
-            logger.info("%s", error)
-            return None
-
-    async def _first_step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
-        here, roster, keeper = self.local.position, self.local.roster, self.keeper
-        for holder in holders:
-            try:
-                step = await fetch_step(keeper.endpoint, keeper.run_id, holder, here, self._plan_of_code)
-            except (PeerError, Unavailable) as error:
-                logger.info("peer %s does not send the step from %d that this peer lacks: %s", holder, here.step, error)
-                if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(holder, str(error))
-                continue
-            if step is not None:
-                end, _, _ = next_place(here, roster, step.manifest)
-                if end == goal or end.step < goal.step:
-                    return step
-        return None
-
-    async def lacking_means(self, committed: CommittedRound, end: Position) -> torch.Tensor:
-        """Fetch the mean of a committed round, which this peer lacks, from another member that has kept it.
-
-        Args:
-            end: the position to which the step leads.
-        Raises:
-            RoundAborted: none of them has sent it.
-        """
-        members = committed.manifest.members
-        leader = members[committed.manifest.leader]  # not asked: a result needs the word of another member, too
-        lost = {self.own_id, leader, *committed.blamed}
-        number = members.index(self.own_id)
-        others = [*members[number:], *members[:number]]  # each member begins with another one
-        holders = [peer_id for peer_id in others if peer_id not in lost]
-        loop = asyncio.get_running_loop()
-        until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
-        while loop.time() < until:
-            if (step := await self.step_towards(end, holders)) is not None:
-                return step.mean_N
-            await asyncio.sleep(LOOK_S)  # the holders may have learnt a moment later that the round committed
-        self.rounds.matchmaker.pass_over(leader)
-        why = f": {committed.reason}" if self.own_id in committed.blamed else ""
-        raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
 
     def _averaged_in_one_group(
         self, committed: CommittedRound, mean_N: torch.Tensor, place: tuple[Position, Roster, bytes], weight: float

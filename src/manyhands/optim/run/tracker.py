@@ -425,9 +425,7 @@ class ProgressTracker(ProgressReader):
         *,
         lacks_state: str,
         differs: bool,
-        newcomers: Collection[PeerId],
-        late_newcomers: Collection[PeerId],
-        knew_others: bool,
+        has_newcomers: bool,
         allow_solo: bool,
     ) -> Situation:
         """What this peer knows now, for its next decision. Each attribute is defined at :class:`Situation`.
@@ -438,12 +436,11 @@ class ProgressTracker(ProgressReader):
             allow_solo: as for :class:`manyhands.Optimizer`.
         """
         own_samples = 0 if self.own.is_auxiliary else self.own.samples
-        roster = self.roster()
         return Situation(
             position=self.own.position,
             others=self.view,
             missing_samples=self.target_batch_size - own_samples,
-            members=roster.members,
+            members=self.roster().members,
             is_worth_a_look=self.is_worth_a_look(),
             has_better_branch=self.should_load_state(),
             lacks_state=lacks_state,
@@ -453,9 +450,7 @@ class ProgressTracker(ProgressReader):
             eta_s=min(self.progress.eta_s, self.outlook.eta_s),
             can_meet=self.can_meet_somebody(),
             is_alone=self._is_alone(allow_solo),
-            newcomers=newcomers,
-            late_newcomers=[peer_id for peer_id in late_newcomers if not roster.has_faults(peer_id)],
-            knew_others=knew_others,
+            has_newcomers=has_newcomers,
         )
 
     def _is_alone(self, allow_solo: bool) -> bool:

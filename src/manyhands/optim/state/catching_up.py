@@ -12,9 +12,10 @@ The way of a newcomer, until its samples count:
 6. After ``QUALIFYING`` complete rounds it becomes a member (``averaging/roster.py``). From then on it votes, and all
    wait for it.
 
-A peer that lacks a step fetches it from a peer that has kept it, and downloads the state if none has. A peer keeps a
-step, which is the round's manifest and its means as they were sent, while a newcomer downloads the state from it. It
-also keeps the last step if another member may lack the means, because one was lost or left out in the round.
+A peer that lacks a step fetches it from a peer that has kept it, and downloads the state if none has: a newcomer, a
+member that missed a round, and a member whose round committed but which lacks the means. A peer keeps a step, which is
+the round's manifest and its means as they were sent, while a newcomer downloads the state from it. It also keeps the
+last step if another member may lack the means, because one was lost or left out in the round.
 
 =======================  ==============================================================================================
 function                 called by
@@ -22,8 +23,8 @@ function                 called by
 ``download_state``       ``Collaboration.download``, for the training thread: when it joins (``BlockingRunClient.join``)
                          and on the decisions ``LOAD_STATE`` and ``RELOAD`` (``Optimizer._load_state``). Also
                          ``load_state_from_peers`` and the evaluator of the ALBERT recipe, which do not train
-``fetch_step``           ``StepRounds.step_towards``: for ``Collaboration.missed_step`` before a state is downloaded and
-                         after it, and for a member whose round committed but which lacks the means
+``step_towards``         ``Collaboration.missed_step``, for the training thread: before a state is downloaded
+                         (``Optimizer._replay``) and after it
 ``StepKeeper.add``       ``StepRounds.average``, after each committed round of one group
 =======================  ==============================================================================================
 
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of
 from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, digest_of_all, read_header
+from manyhands.averaging.roster import Roster, next_place
 from manyhands.averaging.state.content import MAX_CONTRIBUTORS, State, StateHeader
 from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import (
@@ -65,7 +68,7 @@ from manyhands.averaging.state.server import (
 )
 from manyhands.averaging.timing import ANSWER_S, STALL_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import ProtocolViolation, Unavailable
+from manyhands.base.errors import PeerError, ProtocolViolation, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.optim.manifest import RunManifest
@@ -75,9 +78,12 @@ from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
+logger = logging.getLogger(__name__)
+
 STREAM_KIND = "replay/1"
 MAX_HEADER_BYTES = 1 << 20  # of a ReplayAnswer or a KeptStep
 MAX_CHUNKS = 1 << 15  # of one vector
+MAX_HOLDERS = 4  # peers that are asked for one step
 
 
 # the state
@@ -89,7 +95,6 @@ async def download_state(
     donors: Sequence[PeerId],
     wanted: Position,
     *,
-    is_late: bool = False,
     is_onlooker: bool = False,
     held: State | None = None,
     num_tensors: int | None = None,
@@ -106,7 +111,7 @@ async def download_state(
             reason.
     """
     return await Download(
-        endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
+        endpoint, StateRequest(manifest.run_id, is_onlooker), donors, wanted, check_of(manifest),
         least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # the statistics come on top
         held=held, num_tensors=num_tensors, on_violation=on_violation, on_header=on_header,
     ).run()  # fmt: skip
@@ -159,13 +164,13 @@ class StepKeeper:
         server: knows which peers download the state, and its size. Kept steps together take no more memory than the
             state, unless there is only one. If the steps made during a download take more, the newcomer could never
             catch up.
-        for_newcomers: whether a newcomer can make the steps that it has missed; see ``Replica.can_replay``.
+        is_of_use: whether another peer can make a step from its means alone; see ``Replica.can_replay``.
     """
 
     endpoint: Endpoint
     run_id: str
     server: StateServer
-    for_newcomers: bool = True
+    is_of_use: bool = True
     _steps: deque[Kept] = field(default_factory=deque, init=False)
     _serving: set[PeerId] = field(default_factory=set, init=False)
 
@@ -186,11 +191,11 @@ class StepKeeper:
         Args:
             may_be_lacking: whether a member of the round may lack the means.
         """
-        if not (self.for_newcomers and self.server.followers(TWO_DIALS_S)):
+        if not self.server.followers(TWO_DIALS_S):
             self._steps.clear()
             if not may_be_lacking:
                 return
-        if not means.chunks:  # the reducers passed the sparse values on, and sent no means
+        if not self.is_of_use or not means.chunks:  # without chunks, the reducers passed the sparse values on
             return
         try:
             lasting = await run_to_end(means.lasting)
@@ -216,13 +221,11 @@ class StepKeeper:
         kept = next((kept for kept in self._steps if kept.step.manifest.position == request.position), None)
         if kept is not None:
             frames = [framed(kept.step), *(bytes_of(piece) for piece in kept.pieces if piece.numel())]
-        is_last = kept is not None and kept is self._steps[-1]
         answer = ReplayAnswer(has_step=kept is not None)
         limit_s = STALL_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
         is_member = kept is not None and remote in kept.step.manifest.members
-        # a newcomer that gets the last step can take part in the next round: count it, so that the others wait for it
-        with nullcontext() if is_member else self.server.following(remote, is_late=is_last):
+        with nullcontext() if is_member else self.server.following(remote):  # a newcomer may need the next step, too
             async with time_limit(limit_s, f"sending a step to peer {remote}"):
                 try:
                     await send_moving(stream, framed(answer), *frames)
@@ -239,6 +242,49 @@ class MissedStep(NamedTuple):
 
     manifest: RoundManifest
     mean_N: torch.Tensor  # the averaged vector: float32, on the host, shape [N]
+
+
+async def step_towards(
+    endpoint: Endpoint,
+    run_id: str,
+    here: Position,
+    roster: Roster,
+    goal: Position,
+    holders: Sequence[PeerId],
+    plan_of_code: Callable[[int], Plan],
+    *,
+    timeout_s: float,
+    on_violation: Callable[[PeerId, str], None],
+) -> MissedStep | None:
+    """Fetch the committed step from a position, from a peer that has kept it; None if none of these has.
+
+    Args:
+        roster: at the position.
+        goal: the position of the run. A step that leads to another position with the same number of steps is of
+            another branch, and is not used.
+        holders: the peers to ask, the best ones first. At most ``MAX_HOLDERS`` are asked.
+        plan_of_code: see :func:`fetch_step`.
+        timeout_s: for all of them together.
+        on_violation: called with a peer that breaks the protocol, and how.
+    """
+    try:
+        async with time_limit(timeout_s, "taking a step that this peer lacks"):
+            for holder in holders[:MAX_HOLDERS]:
+                try:
+                    step = await fetch_step(endpoint, run_id, holder, here, plan_of_code)
+                except (PeerError, Unavailable) as error:
+                    logger.info("peer %s does not send the step from %d that this peer lacks: %s",
+                                holder, here.step, error)  # fmt: skip
+                    if isinstance(error, ProtocolViolation):
+                        on_violation(holder, str(error))
+                    continue
+                if step is not None:
+                    end, _, _ = next_place(here, roster, step.manifest)
+                    if end == goal or end.step < goal.step:
+                        return step
+    except Timeout as error:
+        logger.info("%s", error)
+    return None
 
 
 async def fetch_step(

@@ -29,6 +29,8 @@ are not finite either
 an attempt begins                                      all that wait go into the attempt         ``freeze``
 the same, but with local steps this peer's parameters  all that wait are dropped                 ``freeze``
 are not finite
+the round commits, but this peer lacks its means       are used if the manifest has them; else   ``end``
+                                                       as in the next row
 the attempt ends before the update, by an error or an  wait for the next attempt                 ``end``
 interrupt
 the wrapped optimizer raises in the update             are dropped; if the group left them out,  ``end``
@@ -69,7 +71,7 @@ from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.metrics import alone_seal
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
-from manyhands.optim.run.step_rounds import LEFT, Averaged
+from manyhands.optim.run.step_rounds import LEFT, Averaged, LacksMeans
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
 
@@ -283,6 +285,9 @@ class SampleCounter:
         if reason := self._reason_to_drop_from(step):
             self._count_dropped(contribution.samples, reason)
             self._forget(step)
+        elif isinstance(step.error, LacksMeans) and step.error.weight > 0:  # the others make the step with them
+            self._count_used(contribution.samples, step.error.weight)
+            self._forget(step)
         elif not step.has_moved:
             self._accumulator.take_back(contribution)
         elif step.is_left_out:
@@ -292,8 +297,7 @@ class SampleCounter:
             outcome = step.outcome
             assert outcome is not None, "a step that was made has one"
             weight = outcome.shares.get(self._own_id, contribution.weight)  # a grid does not always know it
-            self.statistics.samples_used += contribution.samples
-            self.statistics.samples_counted += sum_of_samples([weight])
+            self._count_used(contribution.samples, weight)
             self._forget(step)
 
     def load(self, before: Position) -> None:
@@ -324,6 +328,8 @@ class SampleCounter:
     def _reason_to_drop_from(self, step: GlobalStep) -> str:
         """Why the samples of an attempt that has ended are dropped; empty if they are not."""
         outcome, number = step.outcome, step.left_from.step + 1
+        if isinstance(step.error, LacksMeans) and step.error.is_outsized:
+            return OUTSIZED % number
         if outcome is None or not step.has_moved:
             return f"the update of global step {number} broke off" if step.is_spoiled else ""
         if not outcome.is_left_out:
@@ -352,6 +358,10 @@ class SampleCounter:
         return ""
 
     # counts and log lines
+
+    def _count_used(self, samples: int, weight: float) -> None:
+        self.statistics.samples_used += samples
+        self.statistics.samples_counted += sum_of_samples([weight])
 
     def _count_carried(self, samples: int) -> None:
         self.statistics.samples_carried += samples
