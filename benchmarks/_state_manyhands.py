@@ -8,8 +8,8 @@ import manyhands
 from manyhands.averaging.state.content import State
 from manyhands.optim.loading import leading_donors
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader
+from manyhands.optim.run.reached_networks import ReachedNetworks
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.catching_up import download_state
 from manyhands.rpc import RpcConfig
@@ -56,9 +56,9 @@ class Newcomer:
             run = await read_manifest(presence.dht, RUN_ID)
             reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
             await reader.refresh()
-            canvass = Canvass(presence.endpoint, presence.rng, frozenset)
-            leading = await leading_donors(reader.records(), canvass, presence.rng, frozenset())
-            await canvass.close()
+            networks = ReachedNetworks(presence.endpoint, presence.dht.initial_peers)
+            leading = await leading_donors(reader.records(), networks, presence.rng, presence.dht.initial_peers())
+            await networks.close()
             assert run is not None
             assert leading is not None
             position, donors = leading

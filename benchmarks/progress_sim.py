@@ -646,13 +646,13 @@ class Simulation:
         rng = random.Random(self._rng.random())
         line = Line(self._holders, rng)
         own: ProgressTracker
-        node = StandInNode(self._holders, line, trainer.identity, rng, lambda: own._met_or_members())  # noqa: SLF001
+        node = StandInNode(self._holders, line, trainer.identity, rng, lambda: own.roster().members)
         own = ProgressTracker(
             endpoint, cast(DhtNode, node), RUN_ID, self._target, self._position, CONFIG, is_auxiliary=False,
             began_at=trainer.began_at,
         )  # fmt: skip
         own.roster = lambda: self._roster if trainer.is_trained else Roster()
-        own.branches.belief.roster = lambda: None if self._layout.sides else own.roster()
+        own.branches.belief.roster = lambda: own.roster()
         own.branches.is_joining = False
         trainer.tracker, trainer.line = own, line
         verdicts = Verdicts()

@@ -9,7 +9,7 @@ from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
-from manyhands.optim.run.canvass import told_votes
+from manyhands.optim.run.reached_networks import told_votes
 from manyhands.reach.messages import (
     DIAL_BACK,
     EXAMINE,
@@ -49,6 +49,11 @@ def _dial_back_request(data: bytes) -> None:
             continue
         if address.protocol.startswith("ip"):
             assert not (may_dial(address.host, "8.8.8.8") and address.is_loopback)
+
+
+def _reached_response(data: bytes) -> None:
+    hosts = decoded(data, ReachedResponse).hosts
+    told_votes([PeerId(str(number)) for number in range(len(hosts))], [hosts])
 
 
 def _dial_back_response(data: bytes) -> None:
@@ -178,7 +183,7 @@ TARGETS = [
     Target(
         name=f"{REACHED.name}.response",
         seeds=[msgspec.msgpack.encode(ReachedResponse([host, "", "no address"])) for host in ("fe80::1%0", "8.8.8.8")],
-        run=lambda data: told_votes([decoded(data, ReachedResponse).hosts]),
+        run=_reached_response,
         errors=_VIOLATION,
         weight=0.5,
     ),

@@ -273,6 +273,18 @@ async def test_of_a_peer_with_both_families_ipv6_is_dialled_first_and_ipv4_if_th
         assert asyncio.get_running_loop().time() - began < 5.0, "it has not waited for the other one"
 
 
+async def test_new_identities_do_not_have_a_peer_forget_where_it_has_reached_those_that_are_connected() -> None:
+    config = RpcConfig(max_known_addresses=2)
+    async with endpoints(5, kind="tls", config=config, are_acquainted=False) as (here, friend, *strangers):
+        here.learn(friend.peer_id, friend.addresses)
+        await here.call_on(friend.peer_id, 5.0)
+        for stranger in strangers:
+            here.learn(stranger.peer_id, stranger.addresses)
+            await here.reach(stranger.peer_id, 5.0)
+        assert here.reached_host(friend.peer_id)
+        assert [bool(here.reached_host(one.peer_id)) for one in strangers] == [False, False, True]
+
+
 def test_families_take_turns_and_names_count_as_ipv4() -> None:
     texts = ["127.0.0.1:1", "127.0.0.1:2", "localhost:3", "[::1]:4", "[::1]:5"]
     in_order = in_turns([Address.parse(text) for text in texts])

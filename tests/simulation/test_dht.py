@@ -210,3 +210,32 @@ def test_a_peer_that_names_nearer_ones_where_nobody_answers_hides_nothing() -> N
 
 def nearest_of(names: list[str], world: World, key: str) -> str:
     return min(names, key=lambda name: distance(node_id(world.identity(name).peer_id), key_id(key)))
+
+
+@pytest.mark.parametrize(
+    "num_peers", [pytest.param(8, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.sweep)]
+)
+def test_a_first_peer_that_takes_no_part_still_knows_where_it_reached_most_others_after_long(num_peers: int) -> None:
+    """Newcomers ask it (docs/adr/0056-the-initial-peers-decide-for-newcomers.md). It neither stores nor reads."""
+    world, endpoints, known = World(seed=1), list[Endpoint](), list[int]()
+    world.network.default_link.latency_s = 0.05
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
+        node = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        await endpoint.listen([Address.of(host.ip, 0)])
+        await join(node, endpoints[0].addresses if endpoints else [])
+        endpoints.append(endpoint)
+        while endpoint is endpoints[0]:
+            await asyncio.sleep(60.0)
+            known.append(sum(bool(endpoint.reached_host(other.peer_id)) for other in endpoints[1:]))
+        while True:
+            await asyncio.sleep(world.rng(f"{host.name} at {world.loop.time()}").uniform(5.0, 15.0))
+            await node.store(KEY, 1, 30.0)
+            await node.get(KEY)
+
+    for number in range(num_peers + 1):
+        world.start(f"p{number}", peer)
+    world.run(1500.0)
+    print(known)
+    assert min(known[1:]) > num_peers / 2

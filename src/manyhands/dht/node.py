@@ -60,8 +60,8 @@ class DhtNode:
             first ``.``.
         members: by topic, the members of a run by invitation. Records of other peers do not count, and get only a small
             part of a key's capacity. Call :meth:`recount` when the members have changed.
-        met: by topic, a function that returns the peers that this one was in a round with, or knows as members of an
-            open run. Their records are read and checked at once, whatever else comes from their networks.
+        met: by topic, a function that returns the peers that this one knows as members of an open run. Their records
+            are read and checked at once, whatever else comes from their networks.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import REST_OF_MODEL, RunManifest, read_manifest
 from manyhands.optim.rest_of_model import facts_of_rest
 from manyhands.optim.run.belief import believed_by_a_newcomer
-from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, branch_order
+from manyhands.optim.run.reached_networks import ReachedNetworks
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.catching_up import download_state
 from manyhands.peer import Peer, check_peer
@@ -87,10 +87,10 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     records, failure = askable(all_records, presence.endpoint), "nobody trains it now"
     if all_records:
         failure = f"none of the {len(all_records)} peers that train it can be dialled from here"
-    canvass = Canvass(presence.endpoint, presence.rng, presence.dht.initial_peers)
+    networks = ReachedNetworks(presence.endpoint, presence.dht.initial_peers)
     try:
         for _ in range(MAX_POSITIONS):
-            if (leading := await leading_donors(records, canvass, presence.rng, presence.dht.initial_peers())) is None:
+            if (leading := await leading_donors(records, networks, presence.rng, presence.dht.initial_peers())) is None:
                 break
             position, donors = leading
             try:
@@ -107,7 +107,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             header, took_s = state.header, asyncio.get_running_loop().time() - begun
             return LoadedState(header.position.step, header.lineage_samples, state.donors, state.num_bytes, took_s)
     finally:
-        await canvass.close()
+        await networks.close()
     raise Unavailable(f"the state of run {run_id!r} cannot be loaded: {failure}")
 
 
@@ -132,17 +132,17 @@ def askable(records: Mapping[PeerId, PeerRecord], endpoint: Endpoint) -> dict[Pe
 
 
 async def leading_donors(
-    records: Mapping[PeerId, PeerRecord], canvass: Canvass, rng: random.Random, trusted: frozenset[PeerId]
+    records: Mapping[PeerId, PeerRecord], networks: ReachedNetworks, rng: random.Random, trusted: frozenset[PeerId]
 ) -> tuple[Position, list[PeerId]] | None:
     """The position of the run that a peer believes which does not train, and the peers that hold its state.
 
-    None if it has reached none of the peers whose votes it needs.
+    None if nobody has a vote.
 
     Args:
         trusted: the initial peers; see :mod:`manyhands.optim.run.belief`.
     """
-    while not (believed := believed_by_a_newcomer(records, trusted, canvass.poll)):
-        if not await canvass.brings_news():
+    while not (believed := believed_by_a_newcomer(records, trusted, networks.poll)):
+        if not await networks.brings_news():
             return None
     position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]

@@ -654,7 +654,9 @@ class Endpoint:
         self._reached[peer_id] = host, asyncio.get_running_loop().time()
         self._reached.move_to_end(peer_id)
         if len(self._reached) > self._config.max_known_addresses:
-            self._reached.popitem(last=False)
+            # those that are connected last: many new identities do not have this peer forget the trainers of its run
+            gone = (one for one in self._reached if not self.is_connected(one))
+            del self._reached[next(gone, next(iter(self._reached)))]
 
     def _note_own_host(self, remote_host: str) -> None:
         """Note that this peer has reached another one by itself, and so is in the network of that one."""

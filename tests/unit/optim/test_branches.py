@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -17,23 +13,16 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.belief import (
     FOUNDING_ROUNDS,
     Belief,
-    Electorate,
-    Known,
-    Poll,
-    Records,
     believed_by_a_newcomer,
-    electorates,
     held_by_most,
-    poll_of_claims,
     voter_of,
+    voters_by_claims,
 )
 from manyhands.optim.run.branches import BranchChoice
-from manyhands.optim.run.canvass import ENOUGH_VOTES, sample, vote_from
 from manyhands.optim.run.progress import Claim
+from manyhands.optim.run.reached_networks import vote_from
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
-
-
 LONG = FOUNDING_ROUNDS + 1  # a step at which the roster alone decides
 
 
@@ -47,27 +36,10 @@ HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
 SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
 
 
-def deciding(**known: Any) -> str:
-    return ", ".join(electorate.value for electorate in electorates(Known(**known)))
-
-
-def test_the_deciding_peers_follow_from_what_a_peer_knows() -> None:
-    some = frozenset({ANN})
-    assert deciding(initial_peers=some) == "initial peers"
-    assert deciding() == "networks"
-    stepped = {"has_stepped": True, "initial_peers": some}
-    assert deciding(**stepped, step=LONG, members=some, is_member=True) == "members"
-    assert deciding(**stepped, step=LONG, members=some, is_outvoted=True) == "members, networks"
-    assert deciding(**stepped, step=FOUNDING_ROUNDS, members=some) == "members, networks"
-    assert deciding(**stepped, step=LONG, is_member=True) == "networks"
-    assert deciding(**stepped, step=LONG, met=some) == "peers met, networks"
-    assert all(electorates(Known(step=step))[-1] is Electorate.NETWORKS for step in (0, LONG))
-
-
-def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), met: tuple[PeerId, ...] = ()) -> Belief:
-    """One that was in rounds with all of these, and whose run has these members."""
-    belief = member_of(*members, *met, own_id=DAVE)
-    belief.roster = lambda: Roster({one: Standing(is_member=True) for one in (DAVE, *members)}, former=former)
+def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), guests: tuple[PeerId, ...] = ()) -> Belief:
+    belief = member_of(*members, own_id=DAVE)
+    standings = {one: Standing(is_member=one not in guests) for one in (DAVE, *members, *guests)}
+    belief.roster = lambda: Roster(standings, former=former)
     return belief
 
 
@@ -75,8 +47,8 @@ def test_peers_that_were_in_rounds_but_are_no_members_do_not_decide() -> None:
     """Four identities that have joined a round each say that the run is elsewhere."""
     eves = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
     others = {ANN: at(LONG), BOB: at(LONG), **eves}
-    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(LONG), others).unbelieved == eves.keys()
-    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(LONG), others).unbelieved == frozenset(), "without a roster"
+    assert with_roster(ANN, BOB, guests=tuple(eves)).judge(at(LONG), others).unbelieved == eves.keys()
+    assert with_roster(ANN, BOB, *eves).judge(at(LONG), others).unbelieved == frozenset(), "as members"
 
 
 def test_members_that_left_in_a_split_still_decide_where_the_run_is() -> None:
@@ -102,6 +74,13 @@ def test_the_smaller_side_of_a_run_that_was_begun_twice_follows_though_it_gets_o
     assert belief.other_majority(own, {BOB: own, **others}, STALL_S) == at(3).position
 
 
+def test_a_peer_whose_members_are_gone_follows_its_initial_peers() -> None:
+    belief = with_roster(ANN)
+    belief.initial_peers = lambda: frozenset({BOB})
+    assert belief.judge(at(LONG), {ANN: at(LONG), BOB: at(30)}).unbelieved == {BOB}, "a member is there"
+    assert belief.judge(at(LONG), {BOB: at(30), **SYBILS}).unbelieved == SYBILS.keys()
+
+
 def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     own, choice = at(LONG, b"few"), BranchChoice(DAVE, at(LONG, b"few"), lambda peer_id: True)
     choice.belief = with_roster(BOB)
@@ -112,11 +91,14 @@ def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: 
     assert "restart the peers on this side" in caplog.text
 
 
-def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
+def member_of(*members: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
+    """A member of a roster with these others, if there are any."""
     belief = Belief(own_id)
+    standings = {one: Standing(is_member=True) for one in (own_id, *members) if members}
+    belief.roster = lambda: Roster(standings)
     for number in range(max(step - 5, 0), step + 1):
         belief.been_at.append(at(number).position)
-    belief.record_step(met)
+    belief.has_stepped = True
     return belief
 
 
@@ -128,7 +110,7 @@ def test_one_that_is_ahead_alone_is_not_believed() -> None:
     assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).unbelieved == {EVE}
 
 
-def test_a_peer_follows_the_majority_of_the_peers_that_it_has_met() -> None:
+def test_a_peer_follows_the_majority_of_the_members() -> None:
     belief = member_of(ANN, BOB)
     assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).unbelieved == frozenset()
     assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).unbelieved == {EVE}
@@ -144,7 +126,7 @@ def test_peers_that_have_gone_do_not_vote() -> None:
 
 def test_a_newcomer_follows_the_majority_of_peers_that_have_made_steps() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
-    assert believed_by_a_newcomer(records, frozenset(), poll_of_claims).keys() == {ANN, BOB, DAVE}
+    assert believed_by_a_newcomer(records, frozenset(), voters_by_claims).keys() == {ANN, BOB, DAVE}
     assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).unbelieved == frozenset(), (
         "one that has learnt nothing does not vote"
     )
@@ -178,90 +160,41 @@ def test_peers_without_an_address_vote_only_among_themselves() -> None:
 # which peers vote
 
 
-def reached(hosts: dict[PeerId, str | None]) -> Callable[[PeerId, PeerRecord], str | None]:
-    """Where peers were reached: an empty host if they were not, None if they were not dialled."""
-    return lambda peer_id, _: host and vote_from(host, peer_id) if (host := hosts.get(peer_id)) is not None else None
-
-
-def sampled(records: Records, hosts: dict[PeerId, str | None]) -> tuple[dict[PeerId, str], list[PeerId]]:
-    return sample(records, reached(hosts), lambda _: 0.0)
-
-
 def test_a_peer_that_was_reached_votes_for_its_network() -> None:
     assert vote_from("45.1.1.7", EVE) == vote_from("::ffff:45.1.1.8", ANN) == "45.1.1.0/24"
     assert vote_from("2a00:1:2:3::4", EVE) == "2a00:1:2::/48"
     assert vote_from("192.168.0.7", EVE) == "192.168.0.7", "a machine of the local network"
     assert vote_from("100.64.3.4", EVE) == "100.64.3.4", "of a provider's"
-    assert vote_from("127.0.0.1", EVE) == vote_from("::1", EVE) == EVE, "on this machine each is one"
+    assert vote_from("127.0.0.1", EVE) == vote_from("::1", EVE) == EVE, "on one machine each is one"
+    assert vote_from("", EVE) == vote_from("no address", EVE) == ""
 
 
-def test_the_address_that_a_peer_claims_gives_it_no_vote_in_that_network() -> None:
-    sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
-    records = HONEST | sybils | {CAROL: at(60, b"eve", "192.168.0.1")}
-    voters, undialled = sampled(
-        records, {ANN: "45.2.1.1", BOB: "45.3.1.1", CAROL: ""} | dict.fromkeys(sybils, "47.1.1.1")
-    )
-    assert voters == {ANN: "45.2.1.0/24", BOB: "45.3.1.0/24", **dict.fromkeys(sybils, "47.1.1.0/24")}
-    assert undialled == []
-
-
-def test_peers_that_were_not_dialled_yet_are_dialled_first() -> None:
-    records = HONEST | {CAROL: at(0), DAVE: at(10, host=""), EVE: at(11)}
-    assert sampled(records, {BOB: "45.3.1.1"}) == ({BOB: "45.3.1.0/24"}, [ANN, EVE]), "a client or newcomer is not"
-
-
-def test_of_many_networks_some_decide_one_peer_of_each_first() -> None:
-    sybils = {PeerId(f"eve {number}"): at(60, b"eve", "46.1.1.1") for number in range(500)}
-    honest = {PeerId(f"ann {number}"): at(10, host=f"45.{number}.1.1") for number in range(100)}
-    records = sybils | honest
-    ranks = {peer_id: random.Random(peer_id).random() for peer_id in records}
-    voters, undialled = sample(records, reached({}), ranks.__getitem__)
-    assert voters == {}
-    assert len(set(undialled[:101]) & sybils.keys()) == 1
-    hosts: dict[PeerId, str | None] = {peer_id: f"45.{number}.1.1" for number, peer_id in enumerate(undialled[:50])}
-    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
-    assert list(voters) == list(hosts)[:ENOUGH_VOTES]
-    assert undialled == []
-    del hosts[next(iter(hosts))]
-    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
-    assert len(undialled) == 1, "the others that it might need are not dialled meanwhile"
-
-
-def test_connected_clients_vote_where_no_peer_with_an_address_was_reached() -> None:
-    records = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host=""), CAROL: at(10, host="")}
-    hosts: dict[PeerId, str | None] = {BOB: "46.1.1.1", CAROL: ""}
-    assert sampled(records, hosts) == ({}, [ANN])
-    assert sampled(records, hosts | {ANN: ""}) == ({BOB: "46.1.1.0/24"}, [])
-    assert sampled(records, hosts | {ANN: "45.2.1.1"}) == ({ANN: "45.2.1.0/24"}, [])
-
-
-def test_peers_that_were_met_or_one_of_each_network_judge_which_parameters_are_right() -> None:
+def test_members_or_one_peer_of_each_network_judge_which_parameters_are_right() -> None:
     sybils = {PeerId(f"eve {number}"): at(10, host="46.1.1.1") for number in range(4)}
     records = HONEST | sybils
-    assert member_of(ANN, BOB, CAROL).judges(at(10), records) == ({ANN: ANN, BOB: BOB}, 0)
-    told = Belief(DAVE).judges(at(0), records).voters.keys()
+    assert member_of(ANN, BOB, CAROL).judges(at(10), records) == {ANN, BOB}
+    told = Belief(DAVE).judges(at(0), records)
     assert told >= {ANN, BOB}
     assert len(told) == 3
-    assert Belief(DAVE, poll=lambda records: Poll({ANN: ANN}, num_open=1)).judges(at(0), records) == ({ANN: ANN}, 1)
 
 
 def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     choice = BranchChoice(EVE, at(0), lambda _: True)
-    choice.belief.poll = lambda records: Poll({}, num_open=1)
+    choice.belief.poll = lambda records: {}
     choice.look(at(0), HONEST, now=0.0)
     assert choice.leading(()).position == at(0).position
     assert choice.best().position == at(10).position
-    choice.belief.poll = poll_of_claims
+    choice.belief.poll = voters_by_claims
     choice.look(at(0), HONEST, now=1.0)
     assert choice.leading(()).position == choice.best().position == at(10).position
 
 
-def test_a_poll_that_is_open_for_a_moment_does_not_keep_a_peer_from_the_majority() -> None:
+def test_a_moment_without_voters_does_not_keep_a_peer_from_the_majority() -> None:
     belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
     assert belief.other_majority(own, others, 100.0) is None
-    belief.poll = lambda records: Poll({ANN: ANN}, num_open=1)
+    belief.poll = lambda records: {}
     assert belief.other_majority(own, others, 100.0 + STALL_S) is None
-    belief.poll = poll_of_claims
+    belief.poll = voters_by_claims
     assert belief.other_majority(own, others, 100.0 + STALL_S) == at(11).position
 
 
@@ -292,7 +225,8 @@ def test_peers_that_lag_behind_are_no_other_majority() -> None:
 def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
     """However long the others stay there: it may make steps without them, as with ``allow_solo``."""
     choice = BranchChoice(EVE, at(5), lambda _: True)
-    choice.belief.record_step([ANN, BOB])
+    choice.belief.has_stepped = True
+    choice.belief.roster = lambda: Roster({one: Standing(is_member=True) for one in (EVE, ANN, BOB)})
     for step in range(5, 20):
         others = at(min(step, 9))
         choice.look(at(step), {ANN: others, BOB: others}, now=STALL_S * step)
@@ -309,7 +243,7 @@ def test_a_newcomer_follows_the_peers_that_it_was_given_and_no_number_of_network
     assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).unbelieved == SYBILS.keys(), "one is enough"
     assert newcomer.judge(at(0), {BOB: at(0)} | SYBILS).unbelieved == frozenset(), "none has learnt anything"
     assert newcomer.judge(at(0), SYBILS).unbelieved == frozenset(), "none of them is there"
-    assert believed_by_a_newcomer(HONEST | SYBILS, frozenset({ANN}), poll_of_claims).keys() == HONEST.keys()
+    assert believed_by_a_newcomer(HONEST | SYBILS, frozenset({ANN}), voters_by_claims).keys() == HONEST.keys()
 
 
 def test_a_newcomer_at_the_step_of_its_initial_peers_believes_no_others_that_are_ahead() -> None:
@@ -338,7 +272,7 @@ def beginner(*, has_begun_run: bool = False, claim: Claim = Claim.JOINED) -> tup
     own = msgspec.structs.replace(at(0), claim=claim)
     choice = BranchChoice(EVE, own, lambda _: True)
     choice.has_begun_run = has_begun_run
-    choice.belief.poll = poll_of_claims
+    choice.belief.poll = voters_by_claims
     return choice, own
 
 
@@ -401,8 +335,7 @@ def test_a_peer_told_to_begin_the_run_does_not_wait_for_peers_that_it_cannot_rea
     """A stranger with a dead address would have it wait for ever."""
     for claim in (Claim.JOINED, Claim.TOLD):
         choice, own = beginner(has_begun_run=claim == Claim.TOLD, claim=claim)
-        choice.belief.poll = lambda _: Poll({}, num_open=1)
+        choice.belief.poll = lambda _: {}
         choice.look(own, {ANN: at(60)}, 0.0)
-        choice.belief.poll = lambda _: Poll({}, num_open=0)
         choice.look(own, {}, 60.0)
         assert choice.lacks_state() == (claim != Claim.TOLD)

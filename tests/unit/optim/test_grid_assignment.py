@@ -84,8 +84,9 @@ async def test_a_newcomer_begins_no_grid_where_others_have_made_a_step() -> None
         assert assignment.begin_step()
 
 
-async def test_a_peer_that_has_loaded_a_state_takes_the_grid_of_peers_that_it_has_met() -> None:
+async def test_a_peer_that_has_loaded_a_state_takes_the_grid_of_members() -> None:
     async with seats() as (run, assignment):
+        run.tracker.roster = lambda: Roster({OTHERS[0]: Standing(is_member=True)}, round=3)
         run.tracker.move(NEXT, 20, [run.endpoint.peer_id, OTHERS[0]])
         later = Position(NEXT.step + 2, b"later")
         run.tracker.load(later, 60)

@@ -664,11 +664,11 @@ async def test_a_peer_that_never_began_says_no_goodbye() -> None:
         assert run.dht.stored == []
 
 
-async def test_the_dht_is_told_which_peers_it_has_met() -> None:
+async def test_the_dht_is_told_which_peers_are_members() -> None:
     """It checks their records at once, however many others there are."""
     async with run_of_one() as run:
         run.tracker.start()
-        run.tracker.move(NEXT, 20, [BOB])
+        run.members_are(BOB)
         assert set(run.dht.met["run"]()) == {BOB}
         await run.tracker.close()
         assert not run.dht.met

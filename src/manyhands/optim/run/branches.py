@@ -16,7 +16,6 @@ more than half on the higher branch    go on                             load th
 half on each branch                    go on                             the same: half of the votes is enough
 more than half on the lower branch     load the state of the lower one   go on
                                        after ``STALL_S``
-no roster, as in a grid                the same rows, but for the peers met in rounds, then for networks
 =====================================  ================================  ==============================================
 
 Each part makes its own changes to its roster only while it has more than half of the members; a smaller part founds a
@@ -43,6 +42,9 @@ from manyhands.optim.run.belief import Belief, Records, is_ahead
 from manyhands.optim.run.progress import Claim, branch_order
 
 logger = logging.getLogger(__name__)
+
+MAX_SEEN = 4096
+"""The largest number of peers whose steps are remembered."""
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run import run_machine
-from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import Claim
+from manyhands.optim.run.reached_networks import ReachedNetworks
 from manyhands.optim.run.run_machine import Decision, RunMachine
 from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
@@ -106,14 +106,13 @@ class Collaboration:
         )  # fmt: skip
         belief = self.tracker.branches.belief
         belief.initial_peers = initial_peers = presence.dht.initial_peers
-        self._canvass = Canvass(presence.endpoint, presence.rng, initial_peers, self.tracker.judge)
-        belief.poll = self._canvass.poll
+        self._networks = ReachedNetworks(presence.endpoint, initial_peers, self.tracker.judge)
+        belief.poll = self._networks.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
-        self.tracker.roster = lambda: self.local.roster
+        self.tracker.roster = belief.roster = lambda: self.local.roster
         assignment = GridAssignment(self.tracker, presence.endpoint, self.averaging.max_group_size, presence.rng)
-        belief.roster = assignment.roster
         async with AsyncExitStack() as parts:
-            parts.push_async_callback(self._canvass.close)
+            parts.push_async_callback(self._networks.close)
             members = presence.members.get(manifest.run_id)
             bounds = members.charter.charter.limits if members is not None else OPEN_LIMITS
             limits = MemberLimits(**{**msgspec.structs.asdict(bounds), "norm_grows": self.local.norm_grows})
@@ -435,7 +434,7 @@ class Collaboration:
         if tracker.is_on_best_branch():  # the caller has found that this peer may not go on from its own parameters
             raise Unavailable(self.no_state())
         while not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
-            if not await self._canvass.brings_news():
+            if not await self._networks.brings_news():
                 raise Unavailable(
                     "neither this peer nor its initial peers have reached any of the peers that claim to have the "
                     "state of the run"

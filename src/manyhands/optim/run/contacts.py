@@ -19,6 +19,7 @@ import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, DIAL_S, TWO_DIALS_S
 from manyhands.base.address import Address
@@ -122,9 +123,9 @@ class Contacts:
 
         If none answers, none is asked again for ``TWO_DIALS_S``.
         """
-        roster, now = self._tracker.roster(), asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         known = {self._presence.peer_id, *self._tracker.observed()}
-        hidden = sorted(roster.standings.keys() - known, key=lambda peer_id: (peer_id not in roster.members, peer_id))
+        hidden = [peer_id for peer_id in _mates(self._tracker.roster()) if peer_id not in known]
         if not hidden or now < self._silent_at + TWO_DIALS_S:
             return
         if await self.any_answers(hidden):
@@ -204,3 +205,10 @@ class Contacts:
             trainers = [self._tracker.own, *self._tracker.trainers().values()]
             ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]
         self._stranded.look(trainers, ways_in[:1], asyncio.get_running_loop().time())
+
+
+def _mates(roster: Roster) -> list[PeerId]:
+    """The peers of earlier rounds: members, then guests that have missed the fewest rounds, then former members."""
+    standings = roster.standings
+    here = sorted(standings, key=lambda peer_id: (not standings[peer_id].is_member, standings[peer_id].missed, peer_id))
+    return [*here, *reversed(roster.former)]

@@ -5,8 +5,8 @@ memory, say, changes them. After each step a peer publishes a *sketch*: 16 sums 
 squared difference of two peers' sums is on average the squared distance of their parameters (Alon, Matias and Szegedy,
 "The space complexity of approximating the frequency moments", 1996).
 
-The majority is right. It is more than half of the first electorate with voters (:meth:`.belief.Belief.judges`): of the
-members, say, or for a newcomer of its initial peers. Those that have published no sketch count too, so a minority
+The majority is right. It is more than half of the electorate (:meth:`.belief.Belief.judges`): of the members, say, or
+for a newcomer of its initial peers. Those that have published no sketch count too, so a minority
 changes nothing for the others.
 """
 
@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.run.belief import Poll
 from manyhands.optim.run.progress import ProgressReader
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class Drift:
     reader: ProgressReader
     own_id: PeerId
     bound: float
-    judges: Callable[[], Poll]
+    judges: Callable[[], Collection[PeerId]]
     _position: Position | None = field(default=None, init=False)  # after the last step; None once a state was loaded
     _sketch: Sketch = field(default_factory=Sketch, init=False)
     _is_in_grid: bool = field(default=False, init=False)
@@ -278,15 +277,12 @@ class Drift:
         return distances(sketches, num_others + bool(own.sums), self.bound, own.size)
 
     def _told_at(self, position: Position) -> tuple[dict[PeerId, PeerRecord], int]:
-        """The others' records with a sketch at a position, and the number of others that count.
-
-        Those that are still to be dialled count too.
-        """
-        judges, observed = self.judges(), self.reader.observed()
-        counted = {peer_id: observed[peer_id] for peer_id in judges.voters if peer_id in observed}
+        """The others' records with a sketch at a position, and the number of others that count."""
+        observed = self.reader.observed()
+        counted = {peer_id: observed[peer_id] for peer_id in self.judges() if peer_id in observed}
         told = {
             peer_id: seen.record
             for peer_id, seen in counted.items()
             if seen.record.position == position and seen.record.sketch_step == position.step
         }
-        return told, len(counted) + judges.num_open
+        return told, len(counted)

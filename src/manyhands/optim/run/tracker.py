@@ -21,7 +21,6 @@ from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.belief import Poll
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     LARGE,
@@ -123,7 +122,7 @@ class ProgressTracker(ProgressReader):
         if self._is_started:
             return
         self._is_started = True
-        self._dht.met[self._run_id] = self._met_or_members
+        self._dht.met[self._run_id] = lambda: self.roster().members
         self._counted_at = asyncio.get_running_loop().time()
         self.publish_soon(urgently=True)
         self._tasks.spawn(self.publish_forever(), name="publishing")
@@ -168,12 +167,8 @@ class ProgressTracker(ProgressReader):
             self._publish_news()
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
-        """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
-        return peer_id == self._donor or self.branches.belief.has_met(peer_id)
-
-    def _met_or_members(self) -> frozenset[PeerId]:
-        """The peers whose records are read and checked in any case."""
-        return self.roster().members.union(self.branches.belief.met())
+        """Whether a peer is a member of the roster, or sent the last state loaded here."""
+        return peer_id == self._donor or peer_id in self.roster().members
 
     def move(
         self,
@@ -242,7 +237,7 @@ class ProgressTracker(ProgressReader):
                 self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
             if peer_id in blamed:
                 super().report_missing(peer_id)
-        self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+        self.branches.belief.has_stepped = True
 
     def _brought_up_to_date(self, peer_id: PeerId, seen: SeenRecord) -> SeenRecord:
         position, members = self._left
@@ -526,7 +521,7 @@ class ProgressTracker(ProgressReader):
             if peer_id not in missing and record.position.step < here
         ]
 
-    def judges_of_parameters(self) -> Poll:
+    def judges_of_parameters(self) -> frozenset[PeerId]:
         """The other peers whose parameters this peer's are compared with; see :meth:`.Belief.judges`."""
         return self.branches.belief.judges(self.own, self.records())
 

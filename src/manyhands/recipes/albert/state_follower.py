@@ -15,8 +15,8 @@ from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
 from manyhands.optim.local_steps import LocalReplica
-from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader
+from manyhands.optim.run.reached_networks import ReachedNetworks
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.catching_up import download_state
 from manyhands.optim.wrapper import PLACE
@@ -86,8 +86,8 @@ class StateFollower:
         declare_run(self._peer.dht, self._run_id)
         presence = self._peer.presence
         self._reader = ProgressReader(presence.endpoint, presence.dht, self._run_id)
-        self._canvass = Canvass(presence.endpoint, presence.rng, presence.dht.initial_peers)
-        presence.on_close.append(self._canvass.close)
+        self._networks = ReachedNetworks(presence.endpoint, presence.dht.initial_peers)
+        presence.on_close.append(self._networks.close)
 
     def _fetch_tokenizer(self) -> transformers.PreTrainedTokenizerFast:
         while True:
@@ -146,10 +146,10 @@ class StateFollower:
         roster = self._replica.roster
         members = roster.members.union(roster.former)  # at the last state
         trusted = presence.dht.initial_peers() if members.isdisjoint(records) else members
-        leading = leading_donors(records, self._canvass, presence.rng, trusted)
+        leading = leading_donors(records, self._networks, presence.rng, trusted)
         try:
-            return self._run_coroutine(leading, "looking which peers can be reached")
-        except Timeout:  # the dials go on in the background
+            return self._run_coroutine(leading, "asking where the peers were reached")
+        except Timeout:  # the question goes on in the background
             return None
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
