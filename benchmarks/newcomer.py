@@ -6,8 +6,7 @@ Two trainers make a step of AdamW (amsgrad) each 4 s of virtual time. The line o
 the state, which has four times the bytes of the parameters. Three ways to catch up:
 
   replay      make the missed steps from the averages that the donors keep, as the library does
-  again       load the state again, as often as it is out of date; the run waits for such a peer for half of the
-              matchmaking time of 4 s, at most once a minute
+  again       load the state again, as often as it is out of date
   difference  load only the chunks that have changed: with an optimizer that changes each value all of them, so the
               figures are those of `again`; the share of chunks that a step has changed is `changed_chunks`
 

@@ -243,12 +243,11 @@ def test_an_impatient_peer_gives_up_a_leader_for_itself_alone() -> None:
 def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> None:
     """b goes after 2 s, and leads those who come to it a second later."""
     changes: dict[str, dict[str, object]] = {name: {"gather_s": 3.0} for name in "cd"}
-    world = search(everybody("abcde", a={"begins_s": None}, b={"gather_s": 2.0}, e={"begins_s": 4.5}, **changes))
+    world = search(everybody("abcd", a={"begins_s": None}, b={"gather_s": 2.0}, **changes))
     world.run()
-    for name in "bcde":
-        assert world.members(name) == set("bcde"), world[name].reasons
+    for name in "bcd":
+        assert world.members(name) == set("bcd"), world[name].reasons
         assert world[name].reasons == []
-    assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
 
 
 @pytest.mark.parametrize("code", ["barred", "full"])

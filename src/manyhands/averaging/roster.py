@@ -48,11 +48,13 @@ Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS``
 A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
 not in the group, or a peer that should have led did not. Each recent troubled round halves the patience of all, and
 while there are several, no guest becomes a member, whoever caused them. So many identities together cost a run no more
-than a few do (``benchmarks/roster_attacks.py``).
+than a few do (``benchmarks/roster_attacks.py``). Guests are waited for less, too, after a round in which any peer was
+waited for in vain.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -95,6 +97,14 @@ MAX_FORMER = 256
 """Limit of the remembered members that have left: they still count where a run has split."""
 MAX_STANDINGS = 4096
 """Limit of the standings in a roster: of more, the guests that have missed the most rounds leave first."""
+
+
+class Trouble(enum.IntEnum):
+    """The trouble in a committed round."""
+
+    NONE = 0
+    WAIT = 1  # a peer was waited for in vain
+    MEMBER = 2  # the round was troubled: a member was demoted, or was late
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -228,16 +238,14 @@ class Roster(msgspec.Struct, frozen=True):
 
     Attributes:
         round: number of the last committed round.
-        troubled: for each of the last rounds, the newest first, whether it was troubled.
-        guests_late: likewise, whether any peer was waited for in vain.
+        trouble: in each of the last rounds, the newest first.
         frozen: rounds in a row that changed no standing, as not more than half of the members took part.
         former: members that have left, the last ones at the end.
     """
 
     standings: Annotated[dict[PeerIdText, Standing], msgspec.Meta(max_length=MAX_STANDINGS)] = {}
     round: Count = 0
-    troubled: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MEMORY)] = ()
-    guests_late: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MEMORY)] = ()
+    trouble: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=MEMORY)] = ()
     frozen: Count = 0
     former: Annotated[tuple[PeerIdText, ...], msgspec.Meta(max_length=MAX_FORMER)] = ()
 
@@ -281,19 +289,19 @@ class Roster(msgspec.Struct, frozen=True):
 
     @property
     def waits_for_guests(self) -> bool:
-        """Whether guests are waited for: in recent rounds no peer was waited for in vain."""
-        return not any(self.guests_late)
+        """Whether guests are waited for as long as a step takes: recent rounds were without any trouble."""
+        return not any(self.trouble)
 
     def is_hurried(self, peer_id: PeerId) -> bool:
         """Whether nobody waits long for a peer in a round: a guest that was at fault or doubted, or after trouble."""
         standing = self.standings.get(peer_id, Standing())
         has_failed = bool(standing.faults or standing.doubted_by)
-        return not standing.is_member and bool(self.members) and (has_failed or any(self.troubled))
+        return not standing.is_member and bool(self.members) and (has_failed or self.num_troubled > 0)
 
     @property
     def num_troubled(self) -> int:
-        """How many of the recent rounds had trouble."""
-        return sum(self.troubled)
+        """How many of the recent rounds were troubled."""
+        return self.trouble.count(Trouble.MEMBER)
 
     def digest(self) -> bytes:
         """SHA-256 of the roster; the order in which its peers were added does not matter."""
@@ -341,8 +349,7 @@ class Roster(msgspec.Struct, frozen=True):
         after = Roster(
             _limited(standings),
             number,
-            (bool(demoted) or self._is_troubled(attendance), *self.troubled)[:MEMORY],
-            (attendance.late != Late.NOBODY, *self.guests_late)[:MEMORY],
+            (Trouble.MEMBER if demoted else self._trouble(attendance), *self.trouble)[:MEMORY],
             0,
             former[-MAX_FORMER:],
         )
@@ -359,15 +366,16 @@ class Roster(msgspec.Struct, frozen=True):
             self,
             standings=standings,
             round=number,
-            troubled=(self._is_troubled(attendance), *self.troubled)[:MEMORY],
-            guests_late=(attendance.late != Late.NOBODY, *self.guests_late)[:MEMORY],
+            trouble=(self._trouble(attendance), *self.trouble)[:MEMORY],
             frozen=self.frozen + 1,
         )
 
-    def _is_troubled(self, attendance: Attendance) -> bool:
-        """Whether members were late, and it shows: a leader was passed over, or a member is not in the group."""
+    def _trouble(self, attendance: Attendance) -> Trouble:
+        """The trouble before the group formed; late members must show: one did not lead, or is not in the group."""
         is_shown = self._skipped(attendance.leader) or self.members - attendance.group.keys()
-        return attendance.late == Late.MEMBERS and bool(is_shown)
+        if attendance.late == Late.MEMBERS and is_shown:
+            return Trouble.MEMBER
+        return Trouble.WAIT if attendance.late != Late.NOBODY else Trouble.NONE
 
     def judged(self, attendance: Attendance) -> Judged:
         """Judge the group of a round that follows this roster."""
@@ -457,8 +465,7 @@ def check_roster(roster: Roster) -> None:
     standings = roster.standings.values()
     lengths = (
         (len(standings), MAX_STANDINGS),
-        (len(roster.troubled), MEMORY),
-        (len(roster.guests_late), MEMORY),
+        (len(roster.trouble), MEMORY),
         (len(roster.former), MAX_FORMER),
         (roster.frozen, MAX_FROZEN),
     )

@@ -29,7 +29,7 @@ from manyhands.averaging.matchmaking.matchmaking_machine import (
 )
 from manyhands.averaging.matchmaking.patience import BATCH_MARGIN, GUEST_SHARE
 from manyhands.averaging.messages import Late, Member, Position
-from manyhands.averaging.roster import Roster, Standing
+from manyhands.averaging.roster import Roster, Standing, Trouble
 from manyhands.base.identity import PeerId
 
 A, B, C, D, G = (PeerId(name) for name in "abcdg")
@@ -42,19 +42,19 @@ def member(peer: PeerId) -> Member:
 
 
 def seen_by(
-    peer: PeerId, *, guests: tuple[PeerId, ...] = (), batch_s: float = 0.0, **of_roster: tuple[bool, ...]
+    peer: PeerId, *, guests: tuple[PeerId, ...] = (), batch_s: float = 0.0, trouble: tuple[Trouble, ...] = ()
 ) -> Attendees:
     """A run of four members, who lead in this order."""
     standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B, C, D)}
     others = [one for one in (A, B, C, D, *guests) if one != peer]
-    roster = Roster(standings, **of_roster)  # type: ignore[arg-type]
+    roster = Roster(standings, trouble=trouble)
     return Attendees(peer, HERE, dict.fromkeys(others, False), others, roster=roster, batch_s=batch_s)
 
 
 def leading(
-    now: float = 10.0, guests: tuple[PeerId, ...] = (), **of_roster: tuple[bool, ...]
+    now: float = 10.0, guests: tuple[PeerId, ...] = (), trouble: tuple[Trouble, ...] = ()
 ) -> tuple[Matchmaking, Attendees]:
-    machine, who = Matchmaking(A, 0.0), seen_by(A, guests=guests, **of_roster)
+    machine, who = Matchmaking(A, 0.0), seen_by(A, guests=guests, trouble=trouble)
     machine.on(Due(member(A), P_S), now, who)
     return machine, who
 
@@ -103,7 +103,7 @@ def test_a_leader_whose_round_failed_or_that_kept_this_peer_waiting_is_passed_ov
 def test_however_much_trouble_there_was_peers_may_finish_the_batch_in_which_a_call_finds_them(
     batch_s: float, patience_s: float
 ) -> None:
-    machine, who = Matchmaking(D, 0.0), seen_by(D, troubled=(True, True, True), batch_s=batch_s)
+    machine, who = Matchmaking(D, 0.0), seen_by(D, trouble=(Trouble.MEMBER,) * 3, batch_s=batch_s)
     assert machine.on(Due(member(D), P_S), 1.0, who) == [Ask(A, pytest.approx(patience_s))]
 
 
@@ -160,7 +160,7 @@ def test_a_peer_whose_loop_is_away_calls_nobody_that_it_has_refused() -> None:
 
 @pytest.mark.parametrize(("was_late", "share"), [(False, 1.0), (True, GUEST_SHARE)])
 def test_a_leader_waits_for_guests_for_a_step_or_a_tenth_of_it(was_late: bool, share: float) -> None:
-    machine, who = leading(now=4.0, guests=(G,), guests_late=(was_late,))
+    machine, who = leading(now=4.0, guests=(G,), trouble=(Trouble.WAIT,) if was_late else ())
     for peer in (B, C, D):
         machine.on(Asked(member(peer), P_S), 4.0, who)
     assert machine.stage is Stage.LEADING

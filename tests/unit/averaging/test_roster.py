@@ -22,6 +22,7 @@ from manyhands.averaging.roster import (
     Attendance,
     Roster,
     Standing,
+    Trouble,
     check_roster,
     lineage_of,
     next_place,
@@ -151,7 +152,7 @@ def test_a_skipped_leader_has_had_its_turn_and_becomes_a_guest_if_it_was_late(la
     assert (first in later.members) == (late != Late.MEMBERS)
     assert later.leaders()[2 if first in later.members else 3] == first, "after those whose turn has yet to come"
     assert later.standings[first].missed == (0 if is_here else 1)
-    assert later.troubled == (late == Late.MEMBERS,)
+    assert later.trouble == (Trouble(late),)
     assert later.waits_for_guests == (late == Late.NOBODY)
 
 
@@ -213,6 +214,14 @@ def test_a_leader_that_says_that_all_were_late_makes_no_trouble_if_all_are_there
     for _ in range(3):
         roster = roster.after(attendance(A, B, C, D, leader=roster.leaders()[0], late=Late.MEMBERS))
     assert roster.num_troubled == 0
+    assert not roster.waits_for_guests
+
+
+def test_a_demotion_shortens_the_waits_for_guests_too() -> None:
+    roster = founded(A, B, C, D).after(attendance(A, B, C, D, accused={D: [A, B]}))
+    assert roster.num_troubled == 1
+    assert not roster.waits_for_guests
+    assert after_rounds(roster, MEMORY, A, B, C, D).waits_for_guests
 
 
 def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> None:
@@ -337,8 +346,7 @@ def test_the_digest_depends_on_the_values_alone() -> None:
     "roster",
     [
         Roster({PeerId(f"{number}"): Standing() for number in range(MAX_STANDINGS + 1)}),
-        Roster(troubled=(False,) * (MEMORY + 1)),
-        Roster(guests_late=(False,) * (MEMORY + 1)),
+        Roster(trouble=(Trouble.NONE,) * (MEMORY + 1)),
         Roster(former=(A,) * (MAX_FORMER + 1)),
         Roster(frozen=MAX_FROZEN + 1),
         Roster({A: Standing(complete=GOOD_ROUNDS + 1)}),

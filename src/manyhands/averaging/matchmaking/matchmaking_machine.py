@@ -10,8 +10,7 @@ state      event                                             next       actions
 idle       the step is due here, and another peer leads      asking     ask it; refer all that have asked here to it
 idle       the step is due here, and this peer leads         leading    call the others
 idle       another peer asks for a place, or calls           idle       call the training loop, and the others
-idle       a peer that asked has waited for all its time,    idle       refuse it, and do not call it from here
-           or half of the members have done so before
+idle       a peer that asked has waited for all its time     idle       refuse it, and do not call it from here
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
@@ -310,7 +309,6 @@ class Matchmaking:
         self._passed_over: set[PeerId] = set()
         self._has_lost_time = False
         self._num_in_vain = 0  # attempts to which nobody came
-        self._refused: set[PeerId] = set()  # members that have waited for this peer's loop in vain
         self._ahead: set[PeerId] = set()  # peers that said that the run went on
         self._caller: PeerId | None = None
         self._begin_attempt()
@@ -341,7 +339,6 @@ class Matchmaking:
             case Due(member, full_s):
                 self._own = member
                 self._full_s = full_s
-                self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
             case Ended():
@@ -500,8 +497,6 @@ class Matchmaking:
         if self.stage is Stage.ASKING:
             assert self.leader is not None
             return [SendOn((peer_id,), self.leader)]
-        if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
-            return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
         if peer_id not in self._waits and self._is_full(who):
             reason = f"the group has its {self._max_group_size:.0f} members; try the next round"
             return [Refuse((peer_id,), FULL, reason)]
@@ -543,9 +538,6 @@ class Matchmaking:
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Wait for this peer's training loop: refuse each peer that has asked once its own time is over."""
         over = tuple(peer_id for peer_id, wait in self._waits.items() if now >= wait.until)
-        # a member that waited for less does not count as refused: few such members could have all others refused
-        least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
-        self._refused |= {one for one in over if one in who.members and now >= self._waits[one].since + least_s}
         for peer_id in over:
             del self._waits[peer_id]
         self._elsewhere.update(over)

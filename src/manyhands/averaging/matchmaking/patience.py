@@ -11,15 +11,11 @@ a leader                members                   its patience from when half of
 a leader                members, at most          until the last peer that has asked would go elsewhere, but for the
                                                   quarter above
 a leader                guests, all together      as long as the step took; a tenth of that while one of the last 16
-                                                  rounds waited in vain for any peer; at most as long as for members
+                                                  rounds was troubled, or waited in vain; at most as for members
 a leader                clients that it cannot    a dial: by then they could have connected to it
                         call
 a peer that was asked   its own training loop     for each peer that has asked, as long as that one waits
 ======================  ========================  ====================================================================
-
-If at least half of the members have waited for a peer's training loop in vain, the peer refuses all that ask until its
-loop comes. A member counts here if it waited for at least the peer's own patience, and ``MOMENT_S``: otherwise members
-without patience could have all others refused.
 
 *Patience* is the matchmaking time. Each recent troubled round halves it, and so does each failed attempt at this round,
 so that peers that never come cost less and less. But within the matchmaking time it is not shorter than a usual batch,
@@ -44,7 +40,7 @@ BATCH_MARGIN = 1.25
 LEAST_SHARE = 0.25
 """A leader waits for members for at least this share of its patience, from when it began to lead."""
 GUEST_SHARE = 0.1
-"""Guests are waited for this share of the time of a step, while a recent round waited for any peer in vain."""
+"""Guests are waited for this share of the time of a step, after recent trouble of any kind."""
 
 
 def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: float = 0.0) -> float:
