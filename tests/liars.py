@@ -37,4 +37,4 @@ def say_norm(matchmaker: Matchmaker, said: float) -> None:
     async def find_and_say(*arguments: Any, norm: float, **options: Any) -> Group:
         return await find_group(*arguments, norm=said, **options)
 
-    matchmaker.find_group = find_and_say  # type: ignore[method-assign]
+    matchmaker.find_group = find_and_say  # type: ignore[assignment, method-assign]

@@ -279,7 +279,7 @@ async def test_new_identities_do_not_have_a_peer_forget_where_it_has_reached_tho
         here.learn(friend.peer_id, friend.addresses)
         await here.call_on(friend.peer_id, 5.0)
         for stranger in strangers:
-            here.learn(stranger.peer_id, stranger.addresses)
+            here.learn(stranger.peer_id, stranger.addresses, AddressSource.WORKED)
             await here.reach(stranger.peer_id, 5.0)
         assert here.reached_host(friend.peer_id)
         assert [bool(here.reached_host(one.peer_id)) for one in strangers] == [False, False, True]

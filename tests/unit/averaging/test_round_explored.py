@@ -206,7 +206,7 @@ class World:
                 after = self.copy(f"{rank} gets stuck")
                 after.faults, after.stuck = replace(faults, stuck=faults.stuck - 1), self.stuck | {rank}
                 yield after
-            if faults.timeouts and self.rounds[rank].state is not State.OVER:
+            if faults.timeouts and self.rounds[rank].state in (State.VOTED, State.IN_DOUBT):
                 after = self.copy(f"time is over for {rank}")
                 after.faults = replace(faults, timeouts=faults.timeouts - 1)
                 yield after.feed(rank, TimeOver("no vote") if rank == LEADER else Lost(LEADER, "no answer"))

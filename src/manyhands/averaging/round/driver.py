@@ -39,7 +39,7 @@ from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.round_machine import Action, Event, Round, State
 from manyhands.averaging.round.times import RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, SLOW_ANSWER_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -87,7 +87,6 @@ class RoundDriver:
         self.rate: float | None = None
         self.was_moving = False
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
-        self._here = {contribution.rank}  # members that have asked here how the round goes on
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._loop.time()
@@ -108,8 +107,6 @@ class RoundDriver:
             self._carry_out(self.machine.begin())
             if self.machine.count is None:
                 self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
-            else:
-                self._tasks.spawn(self._miss(), name="looking who came to the round")
             await asyncio.wait([self._over])
             verdict = self._over.result()
             if verdict.manifest is not None and self._exchanging is not None:
@@ -137,7 +134,6 @@ class RoundDriver:
 
         It has no limit of its own: use a timeout.
         """
-        self._here.add(rank)
         try:
             await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
         except asyncio.CancelledError:  # it does not ask any more: its own round has ended, or its connection
@@ -236,13 +232,6 @@ class RoundDriver:
     async def _tell_later(self, event: Event, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self._on(event)
-
-    async def _miss(self) -> None:
-        """As the leader: a member that has not asked how the round goes on is in another round, or in none."""
-        await asyncio.sleep(SLOW_ANSWER_S)
-        for rank, member in enumerate(self.group.members):
-            if rank not in self._here:
-                self._on(round_machine.Lost(rank, f"{member.peer_id} did not come to the round"))
 
     # calls of others
 

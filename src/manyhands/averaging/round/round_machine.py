@@ -36,8 +36,8 @@ event                 raised by
 :class:`Exchanged`    the end of this member's :class:`.exchange.Exchange`
 :class:`Voted`        a ``VOTE`` call of another member, to the leader
 :class:`Told`         the answer to an ``ASK_VERDICT`` call: to the leader, or in doubt to any other member
-:class:`Lost`         to the leader: a broken connection, the end of a member's ``ASK_VERDICT`` call, or none within
-                      ``SLOW_ANSWER_S``; to any other member: calls to the leader that failed, or had no answer in time
+:class:`Lost`         to the leader: a broken connection, or the end of a member's ``ASK_VERDICT`` call; to any other
+                      member: calls to the leader that failed, or had no answer in time
 :class:`NobodyKnows`  the end of the ``ASK_VERDICT`` calls of a member in doubt, or of the time for them
 :class:`TimeOver`     a timer, which starts at the end of the leader's own exchange
 :class:`LastAreLate`  a timer, ``ANSWER_S`` after :class:`AwaitLast`
