@@ -16,7 +16,7 @@ import torch
 from manyhands.averaging.averager_presence import next_position
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.roster import Roster, Standing
+from manyhands.averaging.roster import Roster, Standing, Trouble
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted, TooSlow
@@ -78,7 +78,7 @@ class Lines:
         if self.guest:
             members = {peer_id: Standing(3, is_member=True, can_lead=True) for peer_id in sorted(self.ids.values())}
             del members[self.ids[self.guest]]
-            meeting.of_run = Roster(members, troubled=(True,))
+            meeting.of_run = Roster(members, trouble=(Trouble.MEMBER,))
         runner = RoundRunner(endpoint, "run", b"", meeting, self.config, world.rng(f"rounds of {name}"))
         await endpoint.listen([Address.of(host.ip, 0)])
         self._addresses[endpoint.peer_id] = endpoint.addresses

@@ -62,7 +62,7 @@ def test_the_times_of_a_round_may_be_given_by_themselves() -> None:
     assert averaging_of(given, None, None) == given
     with pytest.raises(ConfigError, match="matchmaking_time_s belong in averaging"):
         averaging_of(given, 3.0, None)
-    with pytest.raises(ConfigError, match="a round needs time"):
+    with pytest.raises(ConfigError, match="the search for a group must outlast"):
         averaging_of(None, 70.0, None)
 
 

@@ -309,7 +309,7 @@ async def test_the_target_is_reached_together() -> None:
 
 
 def situation_of(run: Run) -> Situation:
-    return run.tracker.situation(differs=False, has_newcomers=False, allow_solo=False)
+    return run.tracker.situation(lacks_state="", differs=False, has_newcomers=False, allow_solo=False)
 
 
 def arrives_in_s(run: Run, within_s: float) -> float:

@@ -35,6 +35,7 @@ async def test_a_reducer_is_honest_until_it_is_a_member_and_then_goes_on_to_lie(
         return contribution.group.position.step
 
     monkeypatch.setattr(Contribution, "butterfly", butterfly)
+    monkeypatch.setattr(RoundBandwidth, "bandwidth", RoundBandwidth.bandwidth)
     monkeypatch.setattr(RoundBandwidth, "lose_round", RoundBandwidth.lose_round)
     monkeypatch.setattr(lies, "lie_about_means", lambda made, change: told.append(made))
     lies.flip_means()
@@ -46,3 +47,4 @@ async def test_a_reducer_is_honest_until_it_is_a_member_and_then_goes_on_to_lie(
     blamed = RoundBandwidth(None)
     blamed.lose_round()
     assert blamed.may_reduce
+    assert blamed.bandwidth > 0
