@@ -186,7 +186,6 @@ def test_a_peer_that_froze_over_one_step_drops_no_samples(num_batches: int) -> N
 
 
 def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_others_keep_and_drops_nothing() -> None:
-    """Its samples are in the step, and those of the batch after it count in the next one."""
     swarm = Swarm(seed=44)
     marked = Marked(swarm)
     rounds: list[Vote] = []
@@ -208,8 +207,7 @@ def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_oth
     start(marked, 60.0)
     swarm.run()
     counts = marked.check()
-    assert counts["p3"].rounds_aborted == 1
-    assert counts["p3"].states_loaded == 0
+    assert (counts["p3"].rounds_aborted, counts["p3"].states_loaded) == (0, 0)
     assert sum(one.samples_dropped for one in counts.values()) == 0
     assert num_of("p3", torch.cat(marked.marks()[1])) * BATCH_SIZE == counts["p3"].samples_used
 

@@ -87,6 +87,7 @@ class RoundDriver:
         self.rate: float | None = None
         self.was_moving = False
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
+        self._have_asked: set[int] = set()  # ranks that have asked here how the round goes on
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._loop.time()
@@ -134,6 +135,7 @@ class RoundDriver:
 
         It has no limit of its own: use a timeout.
         """
+        self._have_asked.add(rank)
         try:
             await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
         except asyncio.CancelledError:  # it does not ask any more: its own round has ended, or its connection
@@ -185,6 +187,12 @@ class RoundDriver:
     def _lose(self, rank: int) -> None:
         self._on(round_machine.Lost(rank, f"{self.group.members[rank].peer_id} was lost before it voted"))
 
+    async def _lose_those_that_never_came(self) -> None:
+        """As the leader: a member that has not asked how the round goes on has gone to another group."""
+        await asyncio.sleep(ANSWER_S)
+        for rank in sorted(set(range(len(self.group.members))) - self._have_asked - {self.machine.rank}):
+            self._lose(rank)
+
     def _count_time(self) -> None:
         """Add the time since the last change to that of the exchange, or of the vote."""
         now = self._loop.time()
@@ -212,6 +220,8 @@ class RoundDriver:
         self._count_time()
         self._exchanging = None
         self._wait_for_votes()
+        if self.machine.count is not None and exchange.number == 0:
+            self._tasks.spawn(self._lose_those_that_never_came(), name="waiting for questions")
         self._on(round_machine.Exchanged(vote))
 
     def _stop_exchange(self) -> None:

@@ -12,7 +12,7 @@ state                event                                          next        
 exchanging           this member's own exchange is over             voted       vote; the leader counts its own vote
 exchanging, voted    told: again, with this member                  exchanging  exchange again
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
-in doubt                                                                        has no result
+in doubt                                                                        may get them from others
 exchanging, voted    the leader is lost, breaks the protocol, or    in doubt    stop; ask all others how it ended
                      gives no verdict in time
 in doubt             none of them knows it, or the time is over     over        abort, for this member alone
@@ -36,8 +36,9 @@ event                 raised by
 :class:`Exchanged`    the end of this member's :class:`.exchange.Exchange`
 :class:`Voted`        a ``VOTE`` call of another member, to the leader
 :class:`Told`         the answer to an ``ASK_VERDICT`` call: to the leader, or in doubt to any other member
-:class:`Lost`         to the leader: a broken connection, or the end of a member's ``ASK_VERDICT`` call; to any other
-                      member: calls to the leader that failed, or had no answer in time
+:class:`Lost`         to the leader: a broken connection, the end of a member's ``ASK_VERDICT`` call, or no such
+                      call ``ANSWER_S`` after the leader's own first exchange; to any other member: calls to the leader
+                      that failed, or had no answer in time
 :class:`NobodyKnows`  the end of the ``ASK_VERDICT`` calls of a member in doubt, or of the time for them
 :class:`TimeOver`     a timer, which starts at the end of the leader's own exchange
 :class:`LastAreLate`  a timer, ``ANSWER_S`` after :class:`AwaitLast`

@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
-from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
@@ -40,7 +39,7 @@ from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
-from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state, step_towards
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -523,12 +522,4 @@ class Collaboration:
         members = self.local.roster.members  # they are asked before others: a stranger may be slow on purpose
         others = sorted(self._donors(), key=lambda donor: donor not in members)
         donors = dict.fromkeys([*self._state_donors, *others])  # the donors of the state have kept the steps since
-        return await step_towards(
-            self.presence.endpoint, self.run_id, self.local.position, self.local.roster,
-            self.tracker.leading_branch().position, list(donors), self._plan_of_code,
-            timeout_s=self.averaging.averaging_timeout_s, on_violation=self.tracker.shun,
-        )  # fmt: skip
-
-    def _plan_of_code(self, code: int) -> Plan:
-        """The encoding of the next step's vector, with the codec that has this code on the wire."""
-        return plan_of(self.local.shapes, codec_of_code(code, self.averaging.codec))
+        return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))

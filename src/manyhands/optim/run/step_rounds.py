@@ -16,14 +16,14 @@ from typing import Protocol
 
 import torch
 
-from manyhands.averaging.codecs import Unscaled
+from manyhands.averaging.codecs import Plan, Unscaled, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import QUALIFYING, Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
-from manyhands.averaging.timing import LATE_ANSWER_S, MOMENT_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, LATE_ANSWER_S, LOOK_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NobodyThere, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -34,7 +34,7 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.catching_up import StepKeeper
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, step_towards
 
 logger = logging.getLogger(__name__)
 
@@ -193,11 +193,13 @@ class StepRounds:
                     committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
-                    if committed.means is None:
-                        raise LacksMeans(committed, self.own_id)
                     place = next_place(position, roster, committed.manifest)
-                    await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
-                    averaged = self._averaged_in_one_group(committed, committed.means.averaged_N, place, weight)
+                    if committed.means is not None:
+                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
+                        mean_N = committed.means.averaged_N
+                    else:
+                        mean_N = await self._mean_of_others(committed, place[0])
+                    averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
                     tell_of_faults(committed.reason, roster, place[1])
         except BaseException as error:
             self.assignment.end_step()
@@ -215,6 +217,36 @@ class StepRounds:
         tracker.is_moving = True
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
+
+    async def _mean_of_others(self, committed: CommittedRound, end: Position) -> torch.Tensor:
+        """The mean of a committed round that this peer lacks, from the members that have kept it.
+
+        The leader is not asked: a result needs the word of another member, too.
+
+        Args:
+            end: the position to which the step leads.
+        Raises:
+            LacksMeans: none of them has sent it.
+        """
+        members = committed.manifest.members
+        holders = set(members) - {self.own_id, members[committed.manifest.leader], *committed.blamed}
+        until = asyncio.get_running_loop().time() + ANSWER_S
+        while self.local.can_replay and holders and asyncio.get_running_loop().time() < until:
+            if step := await self.step_towards(end, sorted(holders)):
+                return step.mean_N
+            await asyncio.sleep(LOOK_S)  # they may learn a moment later that the round has committed
+        raise LacksMeans(committed, self.own_id)
+
+    async def step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
+        """The committed step from this peer's position, from one of these peers; see :func:`.step_towards`."""
+        return await step_towards(
+            self.keeper.endpoint, self.keeper.run_id, self.local.position, self.local.roster, goal, holders,
+            self._plan_of_code, timeout_s=self.config.averaging_timeout_s, on_violation=self.tracker.shun,
+        )  # fmt: skip
+
+    def _plan_of_code(self, code: int) -> Plan:
+        """The encoding of the next step's vector, with the codec that has this code on the wire."""
+        return plan_of(self.local.shapes, codec_of_code(code, self.config.codec))
 
     def _averaged_in_one_group(
         self, committed: CommittedRound, mean_N: torch.Tensor, place: tuple[Position, Roster, bytes], weight: float

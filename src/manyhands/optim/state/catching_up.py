@@ -24,7 +24,8 @@ function                 called by
                          and on the decisions ``LOAD_STATE`` and ``RELOAD`` (``Optimizer._load_state``). Also
                          ``load_state_from_peers`` and the evaluator of the ALBERT recipe, which do not train
 ``step_towards``         ``Collaboration.missed_step``, for the training thread: before a state is downloaded
-                         (``Optimizer._replay``) and after it
+                         (``Optimizer._replay``) and after it; ``StepRounds.average``, for a member whose round
+                         committed but which lacks the means
 ``StepKeeper.add``       ``StepRounds.average``, after each committed round of one group
 =======================  ==============================================================================================
 
