@@ -9,6 +9,8 @@ lead                 first                                  after all members
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
+All of them have a record at this position and are not missing: a peer that did not come to the last round, or whose
+connection broke, is not waited for until it publishes again. So a member that is gone costs one wait.
 :mod:`manyhands.averaging.matchmaking.patience` says how long they are waited for.
 
 The roster (:mod:`manyhands.averaging.roster`) is the same on all peers at one position. In a grid, and among averagers

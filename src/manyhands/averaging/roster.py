@@ -17,7 +17,8 @@ accuses several members that no other one accuses   it is at fault, and those th
 should have led before the leader                   its turn is over; it is at fault only if members were late
 was left out of the last exchange, or gave a        it stays as it was; with a weight of 0 it is not accused
 weight of 0
-was not in the group                                ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves
+was not in the group                                ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves. Whether
+                                                    others still wait for it is in ``averaging/attendees.py``
 ==================================================  =================================================================
 
 The manifest says who did what, and each statement has its author:

@@ -16,7 +16,7 @@ chosen                seconds    because
 ``SLOW_ANSWER_S``     8          an answer on the slowest links; missing heartbeats end the connection soon after,
                                  in any case (8.5 s)
 ``LOG_S``             10         time between two messages for a person who watches
-``RECORD_S``          30         lifetime of a record: after it, the loss of a machine is noticed at the latest
+``RECORD_S``          30         lifetime of a record, by default: after it, the loss of a machine is noticed
 ``MINUTE_S``          60         routers forget a connection that was unused for longer; a person is reminded of a
                                  lasting fault about as often
 ``SHUN_S``            600        a peer that misbehaved, or cannot be reached, is passed over for this long

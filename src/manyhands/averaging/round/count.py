@@ -14,12 +14,14 @@ anything else                                               abort
 ==========================================================  ========================================================
 
 The *voters* are the members of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
-the group. If they are not more than half of the roster, the round commits all the same, but changes only the turns to
-lead. What guests hold and say does not count: identities are free, so otherwise as many guests as the run has members
-could stop every round.
+the group. If they are not more than half of the roster, the round commits all the same, but changes no standing: only
+turns to lead and trouble are noted (``averaging/roster.py``). What guests hold and say does not count: identities are
+free, so otherwise as many guests as the run has members could stop every round.
 
 Two members do not hear each other if one complains of the other, or if one holds other means of the other's span than
-most do. So a reducer that sends different means to different members is left out of the next exchange.
+most do. So a reducer that sends different means to different members is left out of the next exchange, unless more than
+half of the voters hold the same: then these commit, and the verdict blames it. Of members that do not hear each other,
+those in most complaints are left out first; :func:`dropped` has the order.
 
 A lost member that only sent values costs nothing, as what it had delivered is in the mean that all hold. A lost member
 whose means the others lack costs one more exchange.

@@ -35,7 +35,7 @@ a guest                the median
 a member               three times the median, or a tenth of what it has contributed in complete rounds
                        (:meth:`Roster.earned <manyhands.averaging.roster.Roster.earned>`); all that count for more than
                        three times the median are together at most a third of the group
-no member gives any    all contributors count as members: in the first round of a run, in a grid, without a roster
+fewer than 3 members   all contributors count as members: in the first round of a run, in a grid, without a roster
 =====================  =============================================================================================
 
 The *usual* norm is the median of those of the same members. So words buy no weight (docs/adr/0045): a stranger counts

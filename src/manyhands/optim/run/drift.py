@@ -6,8 +6,9 @@ squared difference of two peers' sums is on average the squared distance of thei
 "The space complexity of approximating the frequency moments", 1996).
 
 The majority is right. It is more than half of the electorate (:meth:`.belief.Belief.judges`): of the members, say, or
-for a newcomer of its initial peers. Those that have published no sketch count too, so a minority
-changes nothing for the others.
+for a newcomer of its initial peers. Those that have published no sketch count too, so a minority changes nothing for
+the others. A peer that differs again after it has reloaded goes on with its own parameters, and says so: something on
+its machine changes them.
 """
 
 from __future__ import annotations

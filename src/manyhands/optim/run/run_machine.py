@@ -132,8 +132,9 @@ class Situation:
         eta_s: seconds until the target, by the published or the predicted samples, whichever come earlier.
         can_meet: another peer calls; or one is expected, and it or this one accepts connections.
         is_alone: no other peer would come to the step, however long this one waits: it is on the best known branch,
-            and the only trainer there. A peer in client mode is alone only if no other peer of the run trains, or if
-            ``allow_solo`` is set and no peer of the run accepts connections.
+            and no other trainer there has a record. Records last for 30 s by default; those of peers that have said
+            goodbye, or whose machine refuses a dial, go at once. A peer in client mode is alone only if no other peer
+            of the run trains, or if ``allow_solo`` is set and no peer of the run accepts connections.
         has_newcomers: whether there are any newcomers of this peer.
     """
 
