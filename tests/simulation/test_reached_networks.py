@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
-from manyhands.averaging.timing import TWO_DIALS_S
+from manyhands.averaging.timing import MINUTE_S, TWO_DIALS_S
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.belief import Records, believed_by_a_newcomer
@@ -163,6 +163,41 @@ def test_while_nobody_was_reached_the_initial_peers_are_asked_again() -> None:
             if asyncio.get_running_loop().time() > 30.0:
                 told |= HONEST
         assert asyncio.get_running_loop().time() < 30.0 + TWO_DIALS_S + 1.0
+        await networks.close()
+
+    in_virtual_time(check)
+
+
+def test_a_crowd_that_an_initial_peer_cannot_answer_for_in_time_holds_a_newcomer_up_for_seconds_only() -> None:
+    """4,000 identities that nobody has reached take 63 requests of 0.2 s; trainers that are connected come first."""
+
+    async def check() -> None:
+        crowd = records_of({PeerId(f"crowd {number}"): "47.1.1.1" for number in range(4000)}, 1000)
+        began = asyncio.get_running_loop().time()
+        assert await believed(crowd, networks_of(Asked({COORDINATOR: {}}), [COORDINATOR])) == set()
+        assert asyncio.get_running_loop().time() < began + 10.0
+        asked = Asked({COORDINATOR: HONEST})
+        asked.hosts = dict(HONEST)
+        assert await believed({**crowd, **records_of(HONEST)}, networks_of(asked, [COORDINATOR])) == HONEST.keys()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_the_initial_peers_reach_later_votes_within_a_minute_also_if_another_one_votes_already() -> None:
+    """A coordinator that was restarted a moment ago knows a stranger, and the trainers later."""
+
+    async def check() -> None:
+        told = {PeerId("stranger"): "48.1.1.2"}
+        records = records_of(HONEST | told)
+        networks = networks_of(Asked({COORDINATOR: told}), [COORDINATOR])
+        networks.poll(records)
+        assert await networks.brings_news()
+        assert networks.poll(records).keys() == told.keys()
+        told |= HONEST
+        await asyncio.sleep(MINUTE_S)
+        networks.poll(records)
+        assert await networks.brings_news()
+        assert networks.poll(records).keys() == told.keys()
         await networks.close()
 
     in_virtual_time(check)

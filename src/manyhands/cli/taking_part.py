@@ -501,6 +501,6 @@ def _note_peers(peer: Peer, run: Run) -> None:
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
         # noted now, since they may have left when this peer has its data
         steps, seen = peer.presence.run_steps, [record.position.step for record in others.values()]
-        steps[run.run_id] = max(seen, default=steps.get(run.run_id, 0))
+        steps[run.run_id] = max([steps.get(run.run_id, 0), *seen])
 
     peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

@@ -81,6 +81,17 @@ def test_a_peer_whose_members_are_gone_follows_its_initial_peers() -> None:
     assert belief.judge(at(LONG), {BOB: at(30), **SYBILS}).unbelieved == SYBILS.keys()
 
 
+def test_a_peer_whose_members_are_gone_does_not_follow_one_initial_peer_back_to_an_old_checkpoint() -> None:
+    """Its own step counts as much as that of the initial peer; two of them outvote it."""
+    belief, own, old = with_roster(ANN), at(30, b"own"), at(10, b"old")
+    belief.initial_peers = lambda: frozenset({BOB})
+    for now in (0.0, STALL_S, 2 * STALL_S):
+        assert belief.other_majority(own, {BOB: old}, now) is None
+    belief.initial_peers = lambda: frozenset({BOB, CAROL})
+    assert belief.other_majority(own, {BOB: old, CAROL: old}, 3 * STALL_S) is None, "for a while"
+    assert belief.other_majority(own, {BOB: old, CAROL: old}, 4 * STALL_S) == old.position
+
+
 def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     own, choice = at(LONG, b"few"), BranchChoice(DAVE, at(LONG, b"few"), lambda peer_id: True)
     choice.belief = with_roster(BOB)

@@ -126,7 +126,7 @@ def test_old_records_are_read_before_the_decision() -> None:
         (Facts(differs=True, is_due=True, can_meet=True), [Decide(Decision.RELOAD)]),
         (Facts(is_due=True, can_meet=True), [AVERAGE]),
         (Facts(is_due=True, can_meet=True, is_near=True), [Tell(), AVERAGE]),
-        (Facts(is_due=True), [ASK, ACCUMULATE]),
+        (Facts(is_due=True), [ASK_AND_CHECK, ACCUMULATE]),
         (Facts(is_due=True, is_alone=True), [ASK_AND_CHECK, ALONE]),
     ],
 )

@@ -12,7 +12,8 @@ has made a step, and members are there   members        the members of its roste
                                                         this peer, if it is one. In a grid, it is the
                                                         roster of the last step in one group
 an initial peer is beyond step 0         initial peers  those of the peers that this one was given to join   more than
-                                                        by that are beyond step 0                            half
+                                                        by that are beyond step 0; with this peer, if it is  half; with
+                                                        there after a step of its own                        it, half
 any other                                networks       one voter for each network in which its initial      half
                                                         peers have reached peers beyond step 0
                                                         (:mod:`.reached_networks`); this peer's own
@@ -200,7 +201,8 @@ class Belief:
             if own.position.step > FOUNDING_ROUNDS and self._outvoted_since == math.inf:
                 return
         elif initial_peers := {peer_id for peer_id in self.initial_peers() & there if records[peer_id].position.step}:
-            yield Votes.of(initial_peers)
+            num_own = int(self.has_stepped and own.position.step > 0)
+            yield Votes.of(initial_peers, num_more=num_own, is_half_enough=num_own > 0)
             return
         voters = self.poll(records)
         num_own = int(self.has_stepped and own.position.step > 0)

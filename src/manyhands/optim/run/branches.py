@@ -43,9 +43,6 @@ from manyhands.optim.run.progress import Claim, branch_order
 
 logger = logging.getLogger(__name__)
 
-MAX_SEEN = 4096
-"""The largest number of peers whose steps are remembered."""
-
 
 @dataclass(frozen=True)
 class Branch:

@@ -145,7 +145,7 @@ class Collaboration:
             self._has_begun = await agreed.agree()
             branches = self.tracker.branches
             branches.has_begun_run = not self.is_auxiliary and bool(self.start_new or self._has_begun)
-            branches.run_step = presence.run_steps.get(manifest.run_id, 0)
+            branches.run_step = 0 if self.start_new else presence.run_steps.get(manifest.run_id, 0)
             if self.start_new:
                 self._claim(Claim.TOLD)
             parts.push_async_callback(agreed.close)

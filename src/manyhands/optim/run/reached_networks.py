@@ -11,8 +11,9 @@ this peer itself has reached     in which it has: it connects to some for other 
 publishes no address             from which it is connected to this peer
 ===============================  =======================================================================================
 
-The initial peers are asked once about each peer, in the background, and all over again while nobody has a vote. Nobody
-is dialled for this (docs/adr/0056-the-initial-peers-decide-for-newcomers.md).
+The initial peers are asked about each peer in the background, for ``DIAL_S`` at a time, and about those without a vote
+again a minute later; after ``TWO_DIALS_S`` while nobody has one. Nobody is dialled for this
+(docs/adr/0056-the-initial-peers-decide-for-newcomers.md).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from manyhands.averaging.timing import ANSWER_S, DIAL_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, MINUTE_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
@@ -90,7 +91,7 @@ class ReachedNetworks:
         self._initial_peers = initial_peers
         self._on_news = on_news
         self._told: dict[PeerId, str] = {}  # the votes of the peers that the initial peers were asked about
-        self._asked_at = -math.inf  # loop time
+        self._asked_at = -math.inf  # loop time at the end of the last question
         self._asking: asyncio.Task[None] | None = None
         self._has_news = asyncio.Event()
         self._tasks = TaskOwner("asking where others were reached")
@@ -124,16 +125,19 @@ class ReachedNetworks:
         return True
 
     def _ask_about(self, peer_ids: Sequence[PeerId]) -> None:
-        """Ask the initial peers about those that they were not asked about, or about all if none has a vote."""
-        now = asyncio.get_running_loop().time()
-        if self._asking is not None or self._tasks.is_closed or now < self._asked_at + TWO_DIALS_S:
+        """Ask the initial peers about those that they were not asked about, and now and then those without a vote."""
+        if self._asking is not None or self._tasks.is_closed:
             return
         there = set(peer_ids)
         self._told = {peer_id: vote for peer_id, vote in self._told.items() if peer_id in there}
-        known = self._told if any(self._told.values()) else {}
+        paused_s = asyncio.get_running_loop().time() - self._asked_at
+        again_s = MINUTE_S if any(self._told.values()) else TWO_DIALS_S
+        known = self._told if paused_s < again_s else {peer_id: vote for peer_id, vote in self._told.items() if vote}
         unknown = [peer_id for peer_id in peer_ids if peer_id not in known]
-        if unknown and self._initial_peers():
-            self._asked_at = now
+        initial_peers = self._initial_peers()
+        if unknown and initial_peers and paused_s >= MOMENT_S:
+            host_of = self._endpoint.host_of  # those that are connected come first, strangers' many identities last
+            unknown.sort(key=lambda peer_id: not (peer_id in initial_peers or host_of(peer_id)))
             self._asking = self._tasks.spawn(self._ask(unknown), name="asking where others were reached")
 
     async def _ask(self, peer_ids: list[PeerId]) -> None:
@@ -142,12 +146,18 @@ class ReachedNetworks:
             self._told.update(told_votes(peer_ids, [hosts for hosts in asked if hosts]))
         finally:
             self._asking = None
+            self._asked_at = asyncio.get_running_loop().time()
             self._has_news.set()
         self._on_news()
 
     async def _hosts_told_by(self, initial_peer: PeerId, peer_ids: list[PeerId]) -> list[str]:
-        """Where an initial peer has reached these peers; empty without its answer."""
+        """Where an initial peer has reached these peers; those are left out for which ``DIAL_S`` does not suffice.
+
+        Empty if it does not answer at all.
+        """
         hosts = list[str]()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + DIAL_S
         try:
             for start in range(0, len(peer_ids), MAX_ASKED_ABOUT):
                 some = peer_ids[start : start + MAX_ASKED_ABOUT]
@@ -155,7 +165,8 @@ class ReachedNetworks:
                 if len(answer.hosts) != len(some):
                     return []
                 hosts += answer.hosts
+                if loop.time() >= until:
+                    break
         except (Unavailable, PeerError) as error:
             logger.debug("initial peer %s does not say where it has reached others: %s", initial_peer, error)
-            return []
-        return hosts
+        return hosts + [""] * (len(peer_ids) - len(hosts)) if hosts else []

@@ -31,7 +31,7 @@ any            ``Stepped``                                    computing      non
                                                                              still carried out gives ``ACCUMULATE``
 =============  =============================================  =============  ===========================================
 
-``*``: the first of these conditions that holds decides. From the fifth one on, a peer near the target also sends the
+``*``: the first of these conditions that holds decides. From the fourth one on, a peer near the target also sends the
 others its number of samples (``Tell``).
 
 =======================================================  ==============================================================
@@ -326,7 +326,7 @@ class RunMachine:
             return [Decide(Decision.ACCUMULATE if self._has_time(now, run) else Decision.AVERAGE)]
         is_early = now - self._due_since < self._config.averaging_timeout_s
         # with a link that is down, this peer would begin a branch of its own
-        return self._first(Stage.ASKING, AskOthers(checks_link=run.is_alone and is_early and not self._has_stepped))
+        return self._first(Stage.ASKING, AskOthers(checks_link=is_early and not self._has_stepped))
 
     def _has_time(self, now: float, run: Situation) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round.

@@ -52,7 +52,7 @@ class LacksMeans(RoundAborted):
 
     Attributes:
         weight: of this peer's contribution in the committed step; 0 if that is not in it.
-        is_outsized: that is not in it as its values were too large beside those of the others.
+        is_outsized: that is not in it as its values were not finite, or too large.
     """
 
     def __init__(self, committed: CommittedRound, own_id: PeerId) -> None:
@@ -229,10 +229,14 @@ class StepRounds:
             LacksMeans: none of them has sent it.
         """
         members = committed.manifest.members
-        holders = set(members) - {self.own_id, members[committed.manifest.leader], *committed.blamed}
+        lost = {self.own_id, members[committed.manifest.leader], *committed.blamed}
+        number = members.index(self.own_id)
+        others = [*members[number:], *members[:number]]  # each member begins with another one
+        of_roster = self.local.roster.members
+        holders = sorted((one for one in others if one not in lost), key=lambda one: one not in of_roster)
         until = asyncio.get_running_loop().time() + ANSWER_S
         while self.local.can_replay and holders and asyncio.get_running_loop().time() < until:
-            if step := await self.step_towards(end, sorted(holders)):
+            if step := await self.step_towards(end, holders):
                 return step.mean_N
             await asyncio.sleep(LOOK_S)  # they may learn a moment later that the round has committed
         raise LacksMeans(committed, self.own_id)
