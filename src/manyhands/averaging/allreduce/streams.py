@@ -23,7 +23,7 @@ import msgspec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import MINUTE_S, TWO_MINUTES_S
+from manyhands.averaging.timing import MINUTE_S, TWO_DIALS_S, TWO_MINUTES_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -261,7 +261,7 @@ class PartnerStreams:
         future.set_result(RoundStream(stream, before, kept))
         closing = self._loop.create_task(stream.wait_closed())
         try:  # from here on the round owns the stream, and closes or keeps it
-            async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
+            async with time_limit(self._config.averaging_timeout_s + TWO_DIALS_S, "for a round to end"):
                 await asyncio.wait([kept, closing], return_when=asyncio.FIRST_COMPLETED)
             return kept.done()
         finally:

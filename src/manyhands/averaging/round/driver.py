@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -88,6 +88,7 @@ class RoundDriver:
         self.was_moving = False
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
         self._have_asked: set[int] = set()  # ranks that have asked here how the round goes on
+        self._num_open: Counter[int] = Counter()  # questions of each rank that are open now
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._loop.time()
@@ -136,12 +137,21 @@ class RoundDriver:
         It has no limit of its own: use a timeout.
         """
         self._have_asked.add(rank)
+        self._num_open[rank] += 1
         try:
             await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
-        except asyncio.CancelledError:  # it does not ask any more: its own round has ended, or its connection
-            self._lose(rank)
+        except asyncio.CancelledError:  # its own round has ended, or the connection of this question: then it asks anew
+            if not self._over.done():
+                self._tasks.spawn(self._lose_unless_it_asks_anew(rank), name="waiting for another question")
             raise
+        finally:
+            self._num_open[rank] -= 1
         return self.machine.answer(rank, query)
+
+    async def _lose_unless_it_asks_anew(self, rank: int) -> None:
+        await asyncio.sleep(ANSWER_S)
+        if not self._num_open[rank]:
+            self._lose(rank)
 
     def vote(self, rank: int, vote: Vote) -> None:
         """Count the vote of another member, as the leader."""
@@ -185,6 +195,8 @@ class RoundDriver:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
+        if self.machine.count is not None and rank in self.machine.count.lost:
+            return
         self._on(round_machine.Lost(rank, f"{self.group.members[rank].peer_id} was lost before it voted"))
 
     async def _lose_those_that_never_came(self) -> None:

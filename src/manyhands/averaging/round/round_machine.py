@@ -36,9 +36,9 @@ event                 raised by
 :class:`Exchanged`    the end of this member's :class:`.exchange.Exchange`
 :class:`Voted`        a ``VOTE`` call of another member, to the leader
 :class:`Told`         the answer to an ``ASK_VERDICT`` call: to the leader, or in doubt to any other member
-:class:`Lost`         to the leader: a broken connection, the end of a member's ``ASK_VERDICT`` call, or no such
-                      call ``ANSWER_S`` after the leader's own first exchange; to any other member: calls to the leader
-                      that failed, or had no answer in time
+:class:`Lost`         to the leader: the end of the last connection; no ``ASK_VERDICT`` call that is open, ``ANSWER_S``
+                      after one was given up; or none at all, ``ANSWER_S`` after the leader's own first exchange. To
+                      any other member: calls to the leader that failed, or had no answer in time
 :class:`NobodyKnows`  the end of the ``ASK_VERDICT`` calls of a member in doubt, or of the time for them
 :class:`TimeOver`     a timer, which starts at the end of the leader's own exchange
 :class:`LastAreLate`  a timer, ``ANSWER_S`` after :class:`AwaitLast`

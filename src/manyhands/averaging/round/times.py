@@ -23,10 +23,10 @@ A partner that answers is waited for until one of the last three rows applies: o
 Its pace counts only the time in which the reducer waited for it. A *hurried* member is a guest for which nobody waits
 long (:meth:`manyhands.averaging.roster.Roster.is_hurried`).
 
-A member without a vote is waited for until it does not ask any more how the round goes on, or its control connection
-ends: at once if it is killed, after 8.5 s if it is frozen or off the network. Once only members have not voted that, as
-voters say, sent nothing, they have ``ANSWER_S``. So one that votes at once, and says that of all others, does not have
-them left out.
+A member without a vote is waited for until it has not asked for ``ANSWER_S`` how the round goes on, or its last control
+connection ends: at once if it is killed, after 8.5 s if it is frozen or off the network. Once only members have not
+voted that, as voters say, sent nothing, they have ``ANSWER_S``. So one that votes at once, and says that of all others,
+does not have them left out.
 
 The limits of whole phases are methods of :class:`RoundTimes`.
 """

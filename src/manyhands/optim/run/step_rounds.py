@@ -43,8 +43,8 @@ LEFT = "this peer left the run, as its optimizer or the peer itself was closed; 
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
-    """The time limit of one attempt at averaging, in seconds: the search for a group, the round, and what follows."""
-    return 2 * config.averaging_timeout_s + LATE_ANSWER_S + TWO_DIALS_S
+    """The time limit of one attempt at averaging, in seconds: the search, the round, and a step from the others."""
+    return 3 * config.averaging_timeout_s + LATE_ANSWER_S + TWO_DIALS_S
 
 
 class LacksMeans(RoundAborted):
