@@ -184,7 +184,7 @@ class RoundRunner:
         deadline = min(until, formed_at + self._config.averaging_timeout_s)
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before, clips=clips)
         hurried = frozenset(self.matchmaker.hurried(group.members))
-        times = RoundTimes(self._config, group, contribution.rank, deadline, hurried)
+        times = RoundTimes(group, contribution.rank, deadline, hurried)
         voters = self.matchmaker.voters(group.members)
         driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
         unsent = contribution.unsent

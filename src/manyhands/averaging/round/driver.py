@@ -87,7 +87,6 @@ class RoundDriver:
         self.rate: float | None = None
         self.was_moving = False
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
-        self._have_asked: set[int] = set()  # ranks that have asked here how the round goes on
         self._num_open: Counter[int] = Counter()  # questions of each rank that are open now
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -136,22 +135,16 @@ class RoundDriver:
 
         It has no limit of its own: use a timeout.
         """
-        self._have_asked.add(rank)
         self._num_open[rank] += 1
         try:
             await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
         except asyncio.CancelledError:  # its own round has ended, or the connection of this question: then it asks anew
             if not self._over.done():
-                self._tasks.spawn(self._lose_unless_it_asks_anew(rank), name="waiting for another question")
+                self._expect_question(rank)
             raise
         finally:
             self._num_open[rank] -= 1
         return self.machine.answer(rank, query)
-
-    async def _lose_unless_it_asks_anew(self, rank: int) -> None:
-        await asyncio.sleep(ANSWER_S)
-        if not self._num_open[rank]:
-            self._lose(rank)
 
     def vote(self, rank: int, vote: Vote) -> None:
         """Count the vote of another member, as the leader."""
@@ -199,11 +192,15 @@ class RoundDriver:
             return
         self._on(round_machine.Lost(rank, f"{self.group.members[rank].peer_id} was lost before it voted"))
 
-    async def _lose_those_that_never_came(self) -> None:
-        """As the leader: a member that has not asked how the round goes on has gone to another group."""
-        await asyncio.sleep(ANSWER_S)
-        for rank in sorted(set(range(len(self.group.members))) - self._have_asked - {self.machine.rank}):
-            self._lose(rank)
+    def _expect_question(self, rank: int) -> None:
+        """Lose a member that has no question open after ``ANSWER_S``: it has left, or has never come."""
+
+        async def look() -> None:
+            await asyncio.sleep(ANSWER_S)
+            if not self._num_open[rank]:
+                self._lose(rank)
+
+        self._tasks.spawn(look(), name="waiting for a question")
 
     def _count_time(self) -> None:
         """Add the time since the last change to that of the exchange, or of the vote."""
@@ -233,7 +230,9 @@ class RoundDriver:
         self._exchanging = None
         self._wait_for_votes()
         if self.machine.count is not None and exchange.number == 0:
-            self._tasks.spawn(self._lose_those_that_never_came(), name="waiting for questions")
+            for rank in range(len(self.group.members)):
+                if rank != self.machine.rank and not self._num_open[rank]:
+                    self._expect_question(rank)
         self._on(round_machine.Exchanged(vote))
 
     def _stop_exchange(self) -> None:

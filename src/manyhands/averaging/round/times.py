@@ -39,7 +39,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from manyhands.averaging.allreduce.butterfly import Wanted
-from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group
 from manyhands.averaging.timing import (
     ANSWER_S,
@@ -76,7 +75,6 @@ class RoundTimes:
             :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
     """
 
-    config: AveragingConfig
     group: Group
     rank: int
     deadline: float

@@ -196,16 +196,15 @@ class Belief:
         there = records.keys() - {self._own_id}
         roster = self.roster() if self.has_stepped else Roster()
         members = roster.members.union(roster.former)
+        num_own = int(self.has_stepped and own.position.step > 0)
         if members & there:
             yield Votes.of(members & there, num_more=self._own_id in members, is_half_enough=True)
             if own.position.step > FOUNDING_ROUNDS and self._outvoted_since == math.inf:
                 return
         elif initial_peers := {peer_id for peer_id in self.initial_peers() & there if records[peer_id].position.step}:
-            num_own = int(self.has_stepped and own.position.step > 0)
             yield Votes.of(initial_peers, num_more=num_own, is_half_enough=num_own > 0)
             return
         voters = self.poll(records)
-        num_own = int(self.has_stepped and own.position.step > 0)
         yield Votes(voters, len(set(voters.values())) + num_own, is_half_enough=True)
 
 

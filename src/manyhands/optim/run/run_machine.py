@@ -56,8 +56,9 @@ no other peer is there, or none that can be reached      asking: ``AskOthers``
 =======================================================  ==============================================================
 
 On ``LOAD_STATE`` the optimizer first asks for the committed steps from its position (``state/catching_up.py``), and
-downloads the state only if no peer has kept them. So a newcomer whose state is some steps old, a member that missed a
-round, and one that lacks the means of its round usually need no download.
+downloads the state only if no peer has kept them. So a newcomer whose state is some steps old and a member that missed
+a round usually need no download. A member that lacks the means of its own round asks for them within the round
+(``StepRounds.average``).
 """
 
 from __future__ import annotations

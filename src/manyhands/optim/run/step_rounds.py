@@ -130,7 +130,7 @@ class Averaged:
 
 @dataclass(eq=False)
 class StepRounds:
-    """Makes one peer's attempts at averaging.
+    """Makes one peer's attempts at averaging, and fetches committed steps that it lacks.
 
     Args:
         assignment: decides the group of each round.
