@@ -10,11 +10,14 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import filelock
 import pytest
 
 from manyhands.base.address import Address
@@ -31,6 +34,7 @@ from tests.network import free_port
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
 PORT = 31337
 NOBODY = "http://127.0.0.1:9"
+LONGEST_TEST_S = 120.0
 SSDP = ("239.255.255.250", 1900)
 
 Answer = Callable[[http.server.BaseHTTPRequestHandler], str | None]
@@ -219,10 +223,14 @@ class Router:
 
 @contextmanager
 def router_with(host: str) -> Iterator[Router]:
-    """A router that is found by multicast on the loopback interface."""
+    """A router that is found by multicast on the loopback interface: one at a time, as all processes hear it."""
     pytest.importorskip("miniupnpc")
     router = Router(host)
-    with http_server(router.answer) as address, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
+    with (
+        filelock.FileLock(Path(tempfile.gettempdir(), "manyhands-test-router.lock"), timeout=LONGEST_TEST_S),
+        http_server(router.answer) as address,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening,
+    ):
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("", SSDP[1]))
         group = struct.pack("4s4s", socket.inet_aton(SSDP[0]), socket.inet_aton("127.0.0.1"))

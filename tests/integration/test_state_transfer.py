@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -155,11 +156,24 @@ async def test_a_donor_that_moves_on_meanwhile_hands_out_what_it_began_with() ->
 async def test_newcomers_at_the_same_step_share_one_copy_and_then_it_is_gone() -> None:
     async with endpoints(4) as (one, *newcomers):
         donor = Donor(one)
-        states = await asyncio.gather(*(download(newcomer, donor) for newcomer in newcomers))
+        all_have_asked = threading.Event()
+        copy_state = donor.capture
+
+        def capture_once_all_have_asked() -> State:
+            assert all_have_asked.wait(PATIENCE_S)
+            return copy_state()
+
+        donor.capture = capture_once_all_have_asked  # type: ignore[method-assign]
+        downloads = asyncio.gather(*(download(newcomer, donor) for newcomer in newcomers))
+        async with time_limit(PATIENCE_S, "waiting for all to ask"):
+            while len(donor.server.followers(0.0)) < len(newcomers):
+                await asyncio.sleep(0.001)
+        all_have_asked.set()
+        states = await downloads
         for state in states:
             assert_whole(state, donor)
         assert donor.num_captures == 1
-        del states, state
+        del states, state, downloads
         async with time_limit(PATIENCE_S, "waiting for the copy to be forgotten"):
             while any(copy() is not None for copy in donor.copies):
                 gc.collect()
