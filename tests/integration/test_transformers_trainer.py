@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -121,14 +122,20 @@ def train_together(*trainers: transformers.Trainer) -> None:
     in_threads([lambda trainer=trainer: train(trainer) for trainer in trainers])
 
 
-def plain_steps(batches: list[list[dict[str, torch.Tensor]]], args: transformers.TrainingArguments) -> Tagger:
+def plain_steps(
+    batches: list[list[dict[str, torch.Tensor]]],
+    args: transformers.TrainingArguments,
+    autocast: torch.autocast | None = None,
+) -> Tagger:
     """What plain torch makes of the same samples, each step with one batch."""
     model = Tagger()
     plain = transformers.Trainer(model, args)  # for its optimizer and its schedule
     plain.create_optimizer_and_scheduler(args.max_steps)
     for step in batches:
         whole = {name: torch.cat([batch[name] for batch in step]) for name in ("inputs", "labels")}
-        model(**whole)["loss"].backward()
+        with autocast or contextlib.nullcontext():
+            loss = model(**whole)["loss"]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         plain.optimizer.step()
         plain.lr_scheduler.step()
