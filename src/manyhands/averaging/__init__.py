@@ -15,10 +15,12 @@ what a member may not send                             ``round/limits.py``
 how long anything takes at most                        ``timing.py``
 =====================================================  =================================================
 
-``averager_presence.py`` and ``averager_loop.py`` serve averagers outside an optimizer alone.
-
-``allreduce/`` moves the vectors: ``butterfly.py`` is one member's exchange, ``reducer.py`` its own span of the mean. A
-mean goes from there through ``round/exchange.py`` and ``round/driver.py`` to ``rounds.py``, which returns it.
+Its folders are the steps of a round. ``matchmaking/`` finds the peers that average together. ``round/`` is one round in
+a formed group: exchanges of values, and a vote after each, until all members know one verdict. ``allreduce/`` moves the
+values of an exchange, in the encodings of ``codecs/``: ``butterfly.py`` is one member's part, ``reducer.py`` its own
+span of the mean. A mean goes from there through ``round/exchange.py`` and ``round/driver.py`` to ``rounds.py``, which
+returns it. ``state/`` hands the state of a run to newcomers, and ``grid/`` forms the groups of a swarm that is larger
+than one group. ``averager_presence.py`` and ``averager_loop.py`` serve averagers outside an optimizer alone.
 """
 
 from manyhands.averaging.config import AveragingConfig

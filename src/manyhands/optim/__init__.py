@@ -16,6 +16,8 @@ What becomes of a peer's samples?                     ``step/global_step.py``
 How does the averaged gradient reach the parameters?  ``step/global_step.py``
 ====================================================  =================================================
 
+``run/`` is one peer's view of the run, from the others' records, with its decisions and rounds. ``step/`` leads from a
+peer's gradients to the new parameters of one global step. ``state/`` captures, checks and loads the state of a run.
 Users call ``optimizer.py``. It works on the training thread, and calls ``run/collaboration.py`` on the network thread
 through ``blocking_client.py``.
 """

@@ -200,6 +200,18 @@ def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     assert choice.leading(()).position == choice.best().position == at(10).position
 
 
+def test_a_peer_that_has_made_steps_does_not_wait_for_a_claim_that_nobody_can_judge() -> None:
+    """A stranger that nobody can reach cannot stop a trainer whose members have gone; a restarted one is careful."""
+    own, claims = at(10, b"own"), {BOB: at(900)}
+    for belief, followed in ((member_of(ANN, own_id=DAVE), own), (Belief(DAVE), at(900))):
+        belief.poll = lambda records: {}
+        choice = BranchChoice(DAVE, own, lambda peer_id: True)
+        choice.belief = belief
+        choice.look(own, claims, 0.0)
+        assert choice.best().position == followed.position
+        assert choice.leading(()).position == own.position
+
+
 def test_a_moment_without_voters_does_not_keep_a_peer_from_the_majority() -> None:
     belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
     assert belief.other_majority(own, others, 100.0) is None

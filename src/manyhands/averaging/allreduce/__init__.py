@@ -1,1 +1,0 @@
-"""Values in, mean out: the butterfly all-reduce of one group."""

@@ -1,1 +1,0 @@
-"""The groups of a swarm that is larger than one group."""

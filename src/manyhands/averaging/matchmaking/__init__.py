@@ -1,1 +1,0 @@
-"""Finds the peers that average together in a round."""

@@ -175,12 +175,15 @@ class BranchChoice:
         return self._chosen(self._within_reach(believed))
 
     def best(self) -> Branch:
-        """The best known branch, including claims that this peer cannot judge yet.
+        """The best known branch.
 
-        For a peer that has nothing to lose, that may be a branch whose state only clients have: it waits until one of
-        them has connected to it. For all others, it is a branch whose state they can get.
+        A peer that has made no step itself waits for claims that it cannot judge yet. For one that has nothing to lose,
+        the best branch may be one whose state only clients have: it waits until one of them has connected to it. For
+        all others, it is a branch whose state they can get.
         """
-        return self._chosen(self._plausible if self._is_new else self._within_reach(self._plausible))
+        if self._is_new:
+            return self._chosen(self._plausible)
+        return self._chosen(self._within_reach(self.believed if self.belief.has_stepped else self._plausible))
 
     @property
     def _is_new(self) -> bool:

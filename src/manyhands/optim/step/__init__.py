@@ -1,1 +1,0 @@
-"""One global step: from a peer's gradients to the new parameters."""
