@@ -49,6 +49,16 @@ def test_the_benchmark_of_state_downloads_reports_its_figures(tmp_path: Path) ->
     assert result["frozen_donor_extra_s"] < 15
 
 
+@pytest.mark.long
+def test_a_stack_of_models_trains_as_peers_one_by_one() -> None:
+    command = Command([str(BENCHMARKS / "local_steps_gpu.py"), "--check"], module=None)
+    try:
+        assert command.wait() == 0, command.output
+    finally:
+        command.close()
+    assert float(command.output.rpartition(": ")[2]) < 2e-4, "a tenth of one step of AdamW, which grows what rounds"
+
+
 @pytest.mark.sweep
 def test_the_benchmark_of_overlap_reports_its_figures(tmp_path: Path) -> None:
     few = ["--mb", "1", "--codec", "none", "--pauses", "0.1", "--seconds", "0.05", "--repeats", "1"]

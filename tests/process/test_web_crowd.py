@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 NUM_CONNECTIONS = 1000
 WATCHED_S = 5.0
 LONGEST_S = 0.2
-"""For an answer of the page, or of the peer to another peer."""
+"""For nine of ten answers of the page, and of the peer to another peer: on a busy machine one may take longer."""
 
 
 class Crowd:
@@ -89,10 +90,15 @@ class Crowd:
             one.close()
 
 
+def nine_tenths(seconds: list[float]) -> float:
+    """The time within which nine of ten are."""
+    return statistics.quantiles(seconds, n=10)[-1]
+
+
 @contextmanager
 def watched_monitor() -> Iterator[tuple[str, Callable[[], tuple[float, float, float]]]]:
-    """A monitor; gives the address of its page, and what measures the longest wait for the page, and for the peer, and
-    says how long they may be."""
+    """A monitor; gives the address of its page, and what measures for how long the page, and the peer, are waited for:
+    the longest time of nine in ten. It also says how long that may be."""
     raise_open_files_limit()
     with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor:
         address, url = address_of(monitor), url_of(monitor)
@@ -113,7 +119,7 @@ def watched_monitor() -> Iterator[tuple[str, Callable[[], tuple[float, float, fl
                         of_page.append(answered - began)
                         of_peer.append(time.monotonic() - answered)
                         time.sleep(0.05)
-                return max(of_page), max(of_peer), machine.allows(LONGEST_S)
+                return nine_tenths(of_page), nine_tenths(of_peer), machine.allows(LONGEST_S)
 
             yield url, longest_waits
 
