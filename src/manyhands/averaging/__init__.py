@@ -12,6 +12,7 @@ what one peer does in a round                          ``round/round_machine.py`
 how the leader decides a round                         ``round/count.py``
 when a member is asked, lost, or too slow              ``round/times.py``
 what a member may not send                             ``round/limits.py``
+when another donor of a state is asked                 ``state/download.py``
 how long anything takes at most                        ``timing.py``
 =====================================================  =================================================
 

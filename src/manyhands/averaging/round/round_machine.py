@@ -24,8 +24,9 @@ The leader of the group is a member like the others, and also counts the votes (
 the leader, until    a vote, or a member is lost                    by count    decide; tell those that ask
 it has decided       only members have not voted that, as voters    the same    give them ``ANSWER_S``, then they are
                      say, sent nothing                                          lost
-                     its time for the others' votes is over, or     by count    decide by the votes that are there
-                     this peer ends its round early
+                     its time for the others' votes is over         by count    decide by the votes that are there
+                     this peer ends its round early                 over        abort, for all: with more than half of
+                                                                                the votes it would have committed
 ===================  =============================================  ==========  ========================================
 
 The driver (:class:`.driver.RoundDriver`) raises the events:

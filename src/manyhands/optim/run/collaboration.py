@@ -211,13 +211,13 @@ class Collaboration:
         =================  =============================================  =============================================
         ``tracker``        replaces this peer's record by ``GOODBYE``     do not expect this peer any more, and do not
                                                                           count its samples towards the step
-        ``step_rounds``    cancels the attempt at a step, if there is     of a leader: a verdict by the votes that are
-                           one (``RoundDriver.run``)                      there. Of another member: they lose this peer
+        ``step_rounds``    cancels the attempt at a step, if there is     of a leader: abort, unless it has decided
+                           one (``RoundDriver.run``)                      before. Of another member: they lose this peer
                                                                           as if it had died (``round_machine.py``)
         ``_server``        accepts no more downloads                      load the state from another peer
         ``_rounds``        refuses the peers that have asked here for a   ask the next leader
                            place (``Matchmaker.close``)
-        ``_rounds``        as the leader: waits until the members know    commit or abort
+        ``_rounds``        as the leader: waits until the members know    commit or abort, as it has decided
                            the verdict (``Answers.close``)
         =================  =============================================  =============================================
 

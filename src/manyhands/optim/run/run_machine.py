@@ -23,9 +23,11 @@ reading        ``Done``                                       *              as 
 waiting        ``Done``; the target is reached                *              as below, at the target
 waiting        ``Done``; it is not reached                    reading        ``Look``; no other wait before a step
 asking         ``Done``; no other peer is there, this peer    computing      ``GO_ALONE``
-               has samples, no newcomers download the state,
-               and its link is not down (checked before its
-               first step, for ``averaging_timeout_s``)
+               has samples, no newcomers download the state
+               (for ``averaging_timeout_s``; after a wait in
+               vain not again for ``IDLE_S``), and its link
+               is not down (checked before its first step,
+               for ``averaging_timeout_s``)
 asking         ``Done``; otherwise                            computing      ``ACCUMULATE``
 any            ``Stepped``                                    computing      none; the ``Done`` of an action that is
                                                                              still carried out gives ``ACCUMULATE``

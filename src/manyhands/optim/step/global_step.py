@@ -36,8 +36,8 @@ interrupt
 the wrapped optimizer raises in the update             are dropped; if the group left them out,  ``end``
                                                        they wait
 the step is made with them                             are used                                  ``end``
-all peers refuse the update of the step                are dropped; if the group left them out,  ``end``
-                                                       as in the next two rows
+all peers refuse the update, as it would not be        are dropped; if the group left them out,  ``end``
+finite: the parameters stay, the position moves on     as in the next two rows
 the group leaves them out as they are far too large    are dropped                               ``end``
 the group leaves them out for another reason           are carried if certain (below)            ``end``
 this peer loads a state, or replays a missed step      are carried if certain (below)            ``load``
