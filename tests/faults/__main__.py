@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _look_for_leaks(console: Console) -> str:
     """What rounds that fail leave behind, in words; empty if nothing."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)  # whoever breaks off is told of by all others
+    console.print("Looking for what failed rounds leave behind, for some minutes")
     before, after, num_rounds = asyncio.run(leaks.measure())
     problem = leaks.problem_of(before, after)
     num_failed = leaks.NUM_SWARMS * leaks.NUM_ROUNDS
