@@ -95,6 +95,44 @@ def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
         assert came["punched"] - came["relayed"] < 6 * 2 * LATENCY_S, "two of these through the relay, to agree on it"
 
 
+@pytest.mark.parametrize("num_silent", [0, 1])
+def test_one_of_three_relays_is_enough_on_long_lines(num_silent: int) -> None:
+    """Some 12 trips of 0.1 s lead to a relayed connection: more than a third of the time that callers have."""
+    world = World(1)
+    world.network.default_link.latency_s = 0.1
+    endpoints: dict[str, Endpoint] = {}
+    came_s: list[float] = []
+
+    async def run(host: Host) -> None:
+        is_client = host.name in ("caller", "target")
+        host.router = "symmetric" if is_client else "none"
+        endpoint = endpoints[host.name] = Endpoint(
+            world.transport(host), client_mode=is_client, config=RpcConfig(), rng=world.rng(f"endpoint of {host.name}")
+        )
+        serve_echo(endpoint)
+        if not is_client:
+            await endpoint.listen([Address.of(host.ip, 0)])
+        else:
+            await asyncio.sleep(0.1)
+            for relay in relays:
+                await endpoint.connect(endpoints[relay].addresses[0])
+        if host.name == "caller":
+            await asyncio.sleep(2.0)
+            for relay in relays[:num_silent]:
+                world.freeze(relay)
+            began = asyncio.get_running_loop().time()
+            await endpoint.call(endpoints["target"].peer_id, ECHO, Text("hello"))
+            came_s.append(asyncio.get_running_loop().time() - began)
+        await asyncio.sleep(12.0 - asyncio.get_running_loop().time())
+        await endpoint.close()
+
+    relays = ["relay 0", "relay 1", "relay 2"]
+    for name in (*relays, "target", "caller"):
+        world.start(name, run)
+    world.run(20.0)
+    assert came_s[0] < 3.0 + 5.0 / 3 * num_silent
+
+
 def sent_by(swarm: Swarm) -> dict[str, int]:
     return {name: member.peer.presence.endpoint.bytes_sent for name, member in swarm.members.items()}
 

@@ -129,8 +129,9 @@ class Endpoint:
             self._serve_stream, self._rng,
         )  # fmt: skip
         self._relayed = RelayedStreams(
-            transport, self._dialler, self._streams, self.counters, self._config, self._open_near, self._serve_stream,
-            self._is_near, self._is_relayed_for, lambda relay: relay in self._named and self._pool.relays_bulk(relay),
+            transport, self._dialler, self._streams, self._tasks, self.counters, self._config, self._open_near,
+            self._serve_stream, self._is_near, self._is_relayed_for,
+            lambda relay: relay in self._named and self._pool.relays_bulk(relay),
         )  # fmt: skip
         self.outside = OutsideView(transport.public_ip6)
         self._punched = PunchedStreams(

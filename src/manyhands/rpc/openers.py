@@ -155,10 +155,11 @@ class Openers:
         deadline = loop.time() + timeout_s
         peer_id, relay = connection.remote, connection.way.relay
         relays = list(dict.fromkeys([*([relay] if relay is not None else []), *self._pool.relays(for_bulk=True)]))
+        has_addresses = bool(self._book.addresses_of(peer_id))
         try:
-            return await self._relayed.open(relays, peer_id, hello, timeout_s / 2)
+            return await self._relayed.open(relays, peer_id, hello, timeout_s / 2 if has_addresses else timeout_s)
         except Unavailable as error:
-            if not self._book.addresses_of(peer_id):
+            if not has_addresses:
                 raise
             try:
                 return await self._dial(peer_id, hello, deadline - loop.time())

@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -39,6 +39,7 @@ from manyhands.rpc.frames import CONTROL, UNREADABLE, Hello, Welcome, send_frame
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.upload_cap import UploadCap
 from manyhands.rpc.ways import Way, relayed_by
+from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.admission import source_of
 from manyhands.transport.api import Stream, Transport
 
@@ -49,7 +50,7 @@ RELAYED = "relayed"
 """The purpose in the hello from a relay to the target."""
 
 RELAYS_ASKED = 3
-"""Relays that are asked for one stream, one after the other."""
+"""The largest number of relays that are asked for one stream."""
 
 FAILED_S = 600.0
 """Seconds for which a relay that has failed is asked after all others."""
@@ -75,6 +76,9 @@ CONTROL_MBIT_S = 8.0
 CONTROL_CHUNK_BYTES = 4 * 1024
 BULK_CHUNK_BYTES = 64 * 1024
 """Most bytes that the relay holds in each direction of a stream, and forwards at a time."""
+
+
+Asking: TypeAlias = asyncio.Task[Opened | Unavailable | PeerError]
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
@@ -121,6 +125,7 @@ class RelayedStreams:
         transport: Transport,
         dialler: Dialler,
         streams: OpenStreams,
+        tasks: TaskOwner,
         counters: Counter[str],
         config: RpcConfig,
         open_to: Callable[[PeerId, Hello, float], Awaitable[Opened]],
@@ -132,6 +137,7 @@ class RelayedStreams:
         self._transport = transport
         self._dialler = dialler
         self._streams = streams
+        self._tasks = tasks
         self._counters = counters
         self._config = config
         self._open_to = open_to
@@ -156,8 +162,9 @@ class RelayedStreams:
     async def open(self, relays: Sequence[PeerId], target: PeerId, hello: Hello, timeout_s: float) -> Opened:
         """Open a stream through the first of some relays that reaches the target.
 
-        Once one has failed, volunteers that the user named come first: the others may all belong to one attacker.
-        Those that failed lately come last, in the order in which they failed.
+        Each has a head start of an equal part of the time before the next is asked too: a silent one leaves time for
+        the others, and a slow one goes on. Once one has failed, volunteers that the user named come first: the others
+        may all belong to one attacker. Those that failed lately come last, in the order in which they failed.
 
         Returns:
             The stream; its way names the relay.
@@ -165,22 +172,55 @@ class RelayedStreams:
             Unavailable: with the reason of each relay.
             Refused: the target refuses this stream.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        asked = self._in_order(relays)[:RELAYS_ASKED]
+        self._dialler.check_open()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        relays = self._in_order(relays)[:RELAYS_ASKED]
+        head_start_s = timeout_s / max(len(relays), 1)
+        asked: dict[Asking, PeerId] = {}
+        kept: Opened | None = None
         reasons: list[str] = []
-        for number, relay in enumerate(asked):
-            limit_s = (deadline - loop.time()) / (len(asked) - number)  # a silent relay leaves time for the others
-            try:
-                return await self._open_through(relay, target, hello, limit_s)
-            except Refused as refusal:
-                if refusal.peer_id == target:
-                    raise
-                reasons.append(f"relay {relay}: {refusal}")
-            except (Unavailable, PeerError) as error:
-                self.failed(relay)
-                reasons.append(f"relay {relay}: {error}")
-        raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
+        try:
+            waiting: set[Asking] = set()
+            while waiting or len(asked) < len(relays):
+                if len(asked) < len(relays):
+                    relay = relays[len(asked)]
+                    asking = self._ask(relay, target, hello, deadline)
+                    task = self._tasks.spawn(asking, name=f"asking relay {relay}")
+                    asked[task] = relay
+                    waiting.add(task)
+                limit_s = head_start_s if len(asked) < len(relays) else None  # each has a limit of its own
+                done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in (task for task in asked if task in done):
+                    answer = task.result()
+                    if isinstance(answer, Opened):
+                        kept = answer
+                        earlier = list(asked)[: list(asked).index(task)]
+                        for silent in [asked[one] for one in earlier if one in waiting]:
+                            self.failed(silent)
+                        return kept
+                    if isinstance(answer, Refused) and answer.peer_id == target:
+                        raise answer
+                    if not isinstance(answer, Refused):
+                        self.failed(asked[task])
+                    reasons.append(f"relay {asked[task]}: {answer}")
+            raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
+        finally:
+            for task in asked:
+                self._tasks.cancel(task)
+                task.add_done_callback(functools.partial(self._drop_unless, kept))
+
+    async def _ask(
+        self, relay: PeerId, target: PeerId, hello: Hello, deadline: float
+    ) -> Opened | Unavailable | PeerError:
+        """Return a stream through a relay, or why there is none as a value, since the caller may have given up."""
+        try:
+            return await self._open_through(relay, target, hello, deadline - asyncio.get_running_loop().time())
+        except (Unavailable, PeerError) as error:
+            return error
+
+    def _drop_unless(self, kept: Opened | None, task: Asking) -> None:
+        if not task.cancelled() and isinstance(opened := task.result(), Opened) and opened is not kept:
+            self._streams.release(opened.stream)
 
     def _in_order(self, relays: Sequence[PeerId]) -> list[PeerId]:
         if any(self._last_failure(relay) > -math.inf for relay in self._failed_at):

@@ -10,9 +10,10 @@ import pytest
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
-from manyhands.rpc.dialling import Opened
+from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello
 from manyhands.rpc.relayed_streams import RelayedStreams
+from manyhands.runtime.tasks import TaskOwner
 
 NAMED, STRANGER, FAILED, TARGET = (PeerId(name) for name in ("named", "stranger", "failed", "target"))
 
@@ -26,8 +27,19 @@ def asking() -> tuple[RelayedStreams, list[PeerId]]:
         raise Unavailable("not there")
 
     unused = cast("Any", None)
+    dialler = Dialler(unused, unused, unused)
     streams = RelayedStreams(
-        unused, unused, unused, Counter(), RpcConfig(), refuse, unused, unused, unused, lambda relay: relay == NAMED
+        unused,
+        dialler,
+        unused,
+        TaskOwner("relays"),
+        Counter(),
+        RpcConfig(),
+        refuse,
+        unused,
+        unused,
+        unused,
+        lambda relay: relay == NAMED,
     )
     return streams, asked
 

@@ -3,8 +3,8 @@
 Each donor announces the digests of its chunks first. The newcomer takes the state that has the most in common with
 those of the other donors, and asks each donor for the chunks that it holds of that state: a fast donor sends more of
 them. A chunk counts once its bytes match its digest, so a donor may leave and its chunks stay. If none of them sends
-anything for ``ANSWER_S``, one more is asked; one that is too slow is given up after ``STALL_S``. If no donor is left that
-holds a missing chunk, the download fails, and its caller tries again.
+anything for ``ANSWER_S``, one more is asked; one that is too slow is given up after ``STALL_S``. If no donor is left
+that holds a missing chunk, the download fails, and its caller tries again.
 """
 
 from __future__ import annotations
