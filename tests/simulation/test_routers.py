@@ -7,12 +7,15 @@ import asyncio
 import pytest
 import torch
 
+from manyhands.averaging.round.times import ROUND_TRIPS
+from manyhands.averaging.timing import LOOK_S
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.ways import PUNCHED, Way, relayed_by
 from manyhands.testing import World
 from manyhands.testing.host import Host
+from manyhands.transport import Stream
 from tests.network import ECHO, Text, serve_echo
 from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, together
 from tests.smaller import smaller
@@ -131,6 +134,41 @@ def test_one_of_three_relays_is_enough_on_long_lines(num_silent: int) -> None:
         world.start(name, run)
     world.run(20.0)
     assert came_s[0] < 3.0 + 5.0 / 3 * num_silent
+
+
+@pytest.mark.parametrize(("latency_s", "jitter_s"), [(0.001, 0.0), (0.02, 0.005), (0.1, 0.05)])
+def test_a_stream_to_a_peer_that_dialled_first_opens_within_the_time_of_a_hurried_member(
+    latency_s: float, jitter_s: float
+) -> None:
+    """Half of the time is for the way on which that peer dials back."""
+    world = World(1)
+    world.network.default_link.latency_s, world.network.default_link.jitter_s = latency_s, jitter_s
+    endpoints: dict[str, Endpoint] = {}
+    kinds: list[str] = []
+
+    async def accept(remote: PeerId, header: bytes, stream: Stream) -> None:
+        await stream.close()
+
+    async def run(host: Host) -> None:
+        endpoint = endpoints[host.name] = Endpoint(world.transport(host), rng=world.rng(host.name))
+        await endpoint.listen([Address.of(host.ip, 0)])
+        endpoint.accept_bulk("test", accept)
+        if host.name == "first":
+            await asyncio.sleep(0.1)
+            await endpoint.connect(endpoints["other"].addresses[0])
+        await asyncio.sleep(5.0)
+        if host.name == "other":
+            first = endpoints["first"].peer_id
+            within_s = max(ROUND_TRIPS * endpoint.rtt_s(first), LOOK_S)
+            endpoint.release(await endpoint.open_bulk(first, "test", b"", within_s))
+            kinds.append("opened")
+        await asyncio.sleep(5.0)
+        await endpoint.close()
+
+    for name in ("other", "first"):
+        world.start(name, run)
+    world.run(20.0)
+    assert kinds == ["opened"]
 
 
 def sent_by(swarm: Swarm) -> dict[str, int]:
