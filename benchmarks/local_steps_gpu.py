@@ -27,6 +27,7 @@ the largest difference. Without a GPU the rest needs --steps, and works at the s
 
 from __future__ import annotations
 
+import argparse
 import io
 import lzma
 import time
@@ -297,7 +298,7 @@ def stacks(steps: int) -> list[tuple[list[Arm], int]]:
     return [
         (ones, steps),
         (peers, steps),
-        ([Arm("one", rate) for rate in few], steps // 2 // H * H),
+        ([Arm("one", rate) for rate in few], steps // 2),
         (others, steps),
         ([Arm("one-muon", rate, muon=True) for rate in few], steps),
         (muons, steps),
@@ -318,9 +319,7 @@ def tokens_of(path: Path | None, num_tokens: int) -> tuple[torch.Tensor, torch.T
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--batches", type=sizes, default=[64, 16], help="samples of a batch of one peer")
-    parser.add_argument(
-        "--steps", type=positive_int, help="batches of each peer; default: 20 tokens for each parameter"
-    )
+    parser.add_argument("--steps", type=steps_of, help="batches of each peer; default: 20 tokens for each parameter")
     parser.add_argument("--seconds", type=positive, help="begin no stack after so many")
     parser.add_argument("--tokens", type=Path, help="token ids, made before")
     parser.add_argument("--json", type=json_path)
@@ -335,8 +334,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
     per_step = [PEERS * batch for batch in arguments.batches]
-    steps = [arguments.steps or NUM_TOKENS // LENGTH // num // H * H for num in per_step]
-    needed = max(H, *(number * num for number, num in zip(steps, per_step, strict=True)))
+    steps = [arguments.steps or NUM_TOKENS // LENGTH // num // (2 * H) * 2 * H for num in per_step]
+    needed = max(number * num for number, num in zip(steps, per_step, strict=True))
     train, held = tokens_of(arguments.tokens, needed * LENGTH)
     if len(train) < needed:
         raise SystemExit(f"--tokens: it has {len(train)} training samples, and {needed} are needed")
@@ -407,6 +406,14 @@ def check() -> float:
     ):
         compare(arms, [model_of(arm) for arm in arms])
     return largest
+
+
+def steps_of(text: str) -> int:
+    """Steps of which the half is a whole number of averages."""
+    steps = positive_int(text)
+    if steps % (2 * H):
+        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of {2 * H}")
+    return steps
 
 
 def sizes(text: str) -> list[int]:

@@ -78,7 +78,7 @@ BULK_CHUNK_BYTES = 64 * 1024
 """Most bytes that the relay holds in each direction of a stream, and forwards at a time."""
 
 
-Asking: TypeAlias = asyncio.Task[Opened | Unavailable | PeerError]
+Asking: TypeAlias = asyncio.Task[Stream | Unavailable | PeerError]
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
@@ -153,7 +153,10 @@ class RelayedStreams:
     # the caller
 
     def failed(self, relay: PeerId) -> None:
-        """Note that a stream through a relay could not be opened, was lost, or lacked data: others come before it."""
+        """Note that a stream through a relay could not be opened, as others could, was lost, or lacked data.
+
+        Others come before this relay then.
+        """
         self._failed_at.pop(relay, None)
         self._failed_at[relay] = asyncio.get_running_loop().time()
         if len(self._failed_at) > MAX_FAILED:
@@ -172,55 +175,75 @@ class RelayedStreams:
             Unavailable: with the reason of each relay.
             Refused: the target refuses this stream.
         """
-        self._dialler.check_open()
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        relays = self._in_order(relays)[:RELAYS_ASKED]
-        head_start_s = timeout_s / max(len(relays), 1)
-        asked: dict[Asking, PeerId] = {}
-        kept: Opened | None = None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        untried = self._in_order(relays)[:RELAYS_ASKED]
+        head_start_s = timeout_s / max(len(untried), 1)
+        asked: dict[Asking, tuple[PeerId, float]] = {}  # those that have not answered: which relay, and since when
         reasons: list[str] = []
         try:
-            waiting: set[Asking] = set()
-            while waiting or len(asked) < len(relays):
-                if len(asked) < len(relays):
-                    relay = relays[len(asked)]
-                    asking = self._ask(relay, target, hello, deadline)
-                    task = self._tasks.spawn(asking, name=f"asking relay {relay}")
-                    asked[task] = relay
-                    waiting.add(task)
-                limit_s = head_start_s if len(asked) < len(relays) else None  # each has a limit of its own
-                done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in (task for task in asked if task in done):
-                    answer = task.result()
-                    if isinstance(answer, Opened):
-                        kept = answer
-                        earlier = list(asked)[: list(asked).index(task)]
-                        for silent in [asked[one] for one in earlier if one in waiting]:
-                            self.failed(silent)
-                        return kept
-                    if isinstance(answer, Refused) and answer.peer_id == target:
-                        raise answer
-                    if not isinstance(answer, Refused):
-                        self.failed(asked[task])
-                    reasons.append(f"relay {asked[task]}: {answer}")
+            while untried or asked:
+                self._dialler.check_open()
+                if untried:
+                    relay = untried.pop(0)
+                    asking = self._reach_through(relay, target, deadline, is_bulk=hello.purpose != CONTROL)
+                    asked[self._tasks.spawn(asking, name=f"asking relay {relay}")] = relay, loop.time()
+                limit_s = head_start_s if untried else None  # the last one has a limit of its own
+                done, _ = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                self._dialler.check_open()
+                for task in [task for task in asked if task in done]:
+                    relay, _ = asked.pop(task)
+                    left_s = head_start_s if untried or asked else deadline - loop.time()
+                    try:
+                        opened = await self._greet(task.result(), hello, left_s)
+                    except Refused as refusal:
+                        if refusal.peer_id == target:
+                            raise
+                        reasons.append(f"relay {relay}: {refusal}")
+                    except (Unavailable, PeerError) as error:
+                        self.failed(relay)
+                        reasons.append(f"relay {relay}: {error}")
+                    else:
+                        silent = [one for one, since in asked.values() if loop.time() >= since + head_start_s]
+                        for one in silent:
+                            self.failed(one)
+                        return replace(opened, way=relayed_by(relay))
             raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
         finally:
             for task in asked:
                 self._tasks.cancel(task)
-                task.add_done_callback(functools.partial(self._drop_unless, kept))
+                task.add_done_callback(self._drop)
 
-    async def _ask(
-        self, relay: PeerId, target: PeerId, hello: Hello, deadline: float
-    ) -> Opened | Unavailable | PeerError:
+    async def _reach_through(
+        self, relay: PeerId, target: PeerId, deadline: float, *, is_bulk: bool
+    ) -> Stream | Unavailable | PeerError:
         """Return a stream through a relay, or why there is none as a value, since the caller may have given up."""
+        loop = asyncio.get_running_loop()
         try:
-            return await self._open_through(relay, target, hello, deadline - asyncio.get_running_loop().time())
+            header = msgspec.msgpack.encode(RelayRequest(target, is_bulk))
+            carrier = (await self._open_to(relay, Hello(RELAY, header=header), deadline - loop.time())).stream
+            try:
+                stream = await self._transport.dial_through(carrier, target, deadline - loop.time(), is_bulk=is_bulk)
+            except BaseException:
+                self._streams.release(carrier)
+                raise
+            if stream is not carrier:
+                self._streams.release(carrier)
+            self._streams.add(stream)
         except (Unavailable, PeerError) as error:
             return error
+        return stream
 
-    def _drop_unless(self, kept: Opened | None, task: Asking) -> None:
-        if not task.cancelled() and isinstance(opened := task.result(), Opened) and opened is not kept:
-            self._streams.release(opened.stream)
+    async def _greet(self, stream: Stream | Unavailable | PeerError, hello: Hello, timeout_s: float) -> Opened:
+        """Say what a stream is for. Only one at a time does so, as the target acts on each hello."""
+        if isinstance(stream, Exception):
+            raise stream
+        return await self._dialler.greet(stream, None, hello, timeout_s)
+
+    def _drop(self, task: Asking) -> None:
+        """Release a stream that came too late."""
+        if not task.cancelled() and not isinstance(stream := task.result(), Exception):
+            self._streams.release(stream)
 
     def _in_order(self, relays: Sequence[PeerId]) -> list[PeerId]:
         if any(self._last_failure(relay) > -math.inf for relay in self._failed_at):
@@ -231,23 +254,6 @@ class RelayedStreams:
         """When a relay has failed last (loop time); minus infinity if that is long ago, or it has not."""
         at = self._failed_at.get(relay, -math.inf)
         return at if asyncio.get_running_loop().time() - at < FAILED_S else -math.inf
-
-    async def _open_through(self, relay: PeerId, target: PeerId, hello: Hello, timeout_s: float) -> Opened:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        is_bulk = hello.purpose != CONTROL
-        header = msgspec.msgpack.encode(RelayRequest(target, is_bulk))
-        carrier = (await self._open_to(relay, Hello(RELAY, header=header), timeout_s)).stream
-        try:
-            stream = await self._transport.dial_through(carrier, target, deadline - loop.time(), is_bulk=is_bulk)
-        except BaseException:
-            self._streams.release(carrier)
-            raise
-        if stream is not carrier:
-            self._streams.release(carrier)
-        self._streams.add(stream)
-        opened = await self._dialler.greet(stream, None, hello, deadline - loop.time())
-        return replace(opened, way=relayed_by(relay))
 
     # the relay
 

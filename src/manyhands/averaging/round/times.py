@@ -10,7 +10,7 @@ is asked    it owes something, and nothing came for ``ANSWER_S``; or   it says w
 is gone     no answer within :meth:`RoundTimes.answer_s`, or it says   given up, if nothing came meanwhile
             that it is not in the round
 is not      its stream is not open within ``TWO_DIALS_S``; if          given up
-connected   hurried, within eight round trips (0.25 to 2 s)
+connected   hurried, within ten round trips (0.25 to 2 s)
 is too      half of the round is over (and ``TWO_ANSWERS_S``), and at  given up: there is time to go on without it
 slow        its pace it would not send all its values by the end
 is overdue  65% of the round is over, a reducer sent no means for      given up, whatever it says
@@ -57,9 +57,9 @@ OVERDUE_SHARE = 0.65
 """After this share of a round's time, all reducers have gone on without the members that were too slow."""
 MARGIN = 1.5
 """A reducer may take this factor longer than another one, in proportion to the sizes of their spans."""
-ROUND_TRIPS = 8
-"""A hurried member has the time of this many round trips to open its stream: half of it for a dial, which takes at least
-three, and half to be asked to dial back."""
+ROUND_TRIPS = 10
+"""A hurried member has the time of this many round trips for its stream: half of it for a dial, which takes three, and
+half to be asked to dial back, which takes five."""
 QUEUED_BYTES = 16 * 1024
 """Bytes of values and means that may wait on the line before an answer."""
 
