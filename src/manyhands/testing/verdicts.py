@@ -19,13 +19,13 @@ class _RememberingKey:
 
     def __init__(self, peer_id: str, key: Ed25519PublicKey, good: dict[SignatureArguments, None]) -> None:
         self._peer_id = peer_id
-        self._key = key
+        self.key = key
         self._good = good
 
     def verify(self, signature: bytes, message: bytes) -> None:
         signed = (self._peer_id, bytes(signature), bytes(message))
         if signed not in self._good:
-            self._key.verify(signature, message)
+            self.key.verify(signature, message)
             _remember(self._good, signed)
 
 

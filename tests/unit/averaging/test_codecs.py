@@ -48,7 +48,7 @@ lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
 def who_works(request: pytest.FixtureRequest) -> Iterator[None]:
     """All of it with torch alone, and with the compiled kernels wherever there is one, however short the vector."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_modules", {})
+        patch.setattr(kernels, "loaded", {})
         if request.param == "compiled":
             kernels.prepare(kernels.MIN_NUMEL, "auto")
         yield

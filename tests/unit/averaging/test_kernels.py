@@ -38,7 +38,7 @@ ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large
 
 @pytest.fixture(autouse=True)
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "loaded", {})
     kernels.prepare(kernels.MIN_NUMEL, "auto")
 
 
@@ -81,14 +81,14 @@ def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str)
 
 
 def test_vectors_of_small_models_are_encoded_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "loaded", {})
     kernels.prepare(kernels.MIN_NUMEL - 1, "int8")
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
 
 
 def test_a_codec_without_kernels_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_modules", {})
-    monkeypatch.setattr(kernels, "_load", lambda codec: pytest.fail(f"{codec} is loaded"))
+    monkeypatch.setattr(kernels, "loaded", {})
+    monkeypatch.setattr(kernels, "load", lambda codec: pytest.fail(f"{codec} is loaded"))
     for codec in ("bf16", "int4"):
         kernels.prepare(kernels.MIN_NUMEL, codec)
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
@@ -117,7 +117,7 @@ def test_kernels_give_the_same_bits_as_torch(
     first = values()
     add(codec, written, 0.3, first, is_first=True)
 
-    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "loaded", {})
     assert torch.equal(encoded(codec, values_N), written)
     assert torch.equal(decoded(codec, written, NUMEL), read)
     assert torch.equal(first, read * 0.3)

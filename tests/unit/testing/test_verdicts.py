@@ -39,7 +39,7 @@ def test_a_signature_made_in_this_process_is_verified_without_cryptography(monke
         with pytest.raises(BadSignature):
             verify(theirs.peer_id, "test", b"message", signature)
         key = identity.public_key_of(ours.peer_id)
-        monkeypatch.setattr(key, "_key", None)
+        monkeypatch.setattr(key, "key", None)
         key.verify(signature, identity.signed_bytes("test", b"message"))
     assert identity.Identity.sign is real_sign
 
@@ -50,5 +50,5 @@ def test_the_second_time_costs_no_cryptography(monkeypatch: pytest.MonkeyPatch) 
     with each_signature_once():
         verify(ours.peer_id, "test", b"message", signature)
         key = identity.public_key_of(ours.peer_id)
-        monkeypatch.setattr(key, "_key", None)
+        monkeypatch.setattr(key, "key", None)
         key.verify(signature, identity.signed_bytes("test", b"message"))

@@ -29,7 +29,8 @@ at its start and 90 MB for good (docs/adr/0050)."""
 
 CODECS = ("int8", "fp16", "none")
 
-_modules: dict[str, ModuleType | None] = {}
+loaded: dict[str, ModuleType | None] = {}
+"""The kernels of this process, by codec; None where they cannot be had. Empty until they are needed."""
 
 
 def prepare(numel: int, codec: str) -> None:
@@ -38,17 +39,17 @@ def prepare(numel: int, codec: str) -> None:
     Args:
         codec: the setting. For a codec without kernels Numba is not imported, which saves about 40 MB.
     """
-    if _modules or numel < MIN_NUMEL or codec not in (*CODECS, AUTO):
+    if loaded or numel < MIN_NUMEL or codec not in (*CODECS, AUTO):
         return
     began = time.monotonic()
-    loaded = {codec: _load(codec) for codec in CODECS}
+    loaded.update({codec: load(codec) for codec in CODECS})
     seconds = time.monotonic() - began
     level = logging.INFO if seconds > LOG_S else logging.DEBUG  # a user has wondered what takes so long
     logger.log(level, "compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
-    _modules.update(loaded)
 
 
-def _load(codec: str) -> ModuleType | None:
+def load(codec: str) -> ModuleType | None:
+    """Compile or load the kernels of one codec; None if torch has to do their work."""
     try:
         return importlib.import_module(f"{__name__}.{codec}")
     except ImportError as error:
@@ -60,11 +61,11 @@ def _load(codec: str) -> ModuleType | None:
 
 def kernel(codec: str, name: str, values_N: torch.Tensor, encoded: torch.Tensor) -> Callable[..., Any] | None:
     """A codec's kernel for these values. None if there is none, or they are not aligned float32 on the CPU."""
-    loaded = _modules.get(codec)
-    if loaded is None or values_N.dtype != torch.float32:
+    module = loaded.get(codec)
+    if module is None or values_N.dtype != torch.float32:
         return None
     tensors = (values_N, encoded)
     if not all(one.device.type == "cpu" and one.is_contiguous() and one.data_ptr() % 4 == 0 for one in tensors):
         return None
-    found: Callable[..., Any] | None = getattr(loaded, name, None)
+    found: Callable[..., Any] | None = getattr(module, name, None)
     return found
