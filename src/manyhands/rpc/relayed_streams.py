@@ -193,9 +193,10 @@ class RelayedStreams:
                 self._dialler.check_open()
                 for task in [task for task in asked if task in done]:
                     relay, _ = asked.pop(task)
-                    left_s = head_start_s if untried or asked else deadline - loop.time()
+                    left_s = deadline - loop.time()
                     try:
-                        opened = await self._greet(task.result(), hello, left_s)
+                        within_s = min(left_s, head_start_s) if untried or asked else left_s
+                        opened = await self._greet(task.result(), hello, within_s)
                     except Refused as refusal:
                         if refusal.peer_id == target:
                             raise
