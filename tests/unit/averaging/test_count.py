@@ -390,6 +390,26 @@ def test_the_others_exchange_again_without_guests_that_never_came() -> None:
     assert count.decide() == Again(1, [0, 1, 2])
 
 
+def test_nobody_waits_for_a_guest_of_which_most_members_complain() -> None:
+    """It is not in the next exchange anyway. A member is waited for: it may have sent its means to some."""
+    for guests in ({3}, set[int]()):
+        count = Count(group_of(4), {0, 1, 2, 3} - guests)
+        for rank in (0, 1):
+            assert count.decide() is None
+            count.add(rank, lacking(3))
+        assert count.decide() is None, "one of the others has not voted"
+        count.add(2, lacking(3))
+        assert count.decide() == (Again(1, [0, 1, 2]) if guests else None)
+
+
+def test_a_guest_of_which_one_member_complains_is_waited_for() -> None:
+    count = Count(group_of(4), {0, 1, 2})
+    count.add(0, lacking(3))
+    for rank in (1, 2):
+        count.add(rank, lacking())
+    assert count.decide() is None
+
+
 @pytest.mark.parametrize("fault", [{"is_violation": True}, {"is_stalled": True}])
 def test_the_word_of_guests_has_no_member_blamed_or_given_up(fault: dict[str, bool]) -> None:
     count = Count(group_of(5), voters=range(3))

@@ -6,8 +6,8 @@ Only the leader counts votes, so only one peer can decide, once for each exchang
 votes of the exchange                                       decision
 ==========================================================  ========================================================
 more than half of the voters hold the same result           commit that result
-votes are missing, and a commit or another exchange is      none yet
-still possible
+votes are missing, and a commit or another exchange is      none yet; but a guest of which more than half of the
+still possible                                              voters complain is not waited for
 more than half of the voters hear each other, and fewer     exchange again, among those that hear each other
 than have taken part
 anything else                                               abort
@@ -127,9 +127,9 @@ class Count:
         most = max(self._by_result().values(), key=len, default=[])
         if self._is_majority(most):
             return self._commit(most)
-        missing = set() if self.is_closed else self.missing()
+        missing = set() if self.is_closed else self.missing() - self._useless_guests()
         if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
-            return None  # guests are waited for, too, so that the next exchange has them
+            return None  # other guests are waited for, too, so that the next exchange has them
         at_fault = self._at_fault()
         here = (self._live() & self.votes.keys()) - at_fault.keys()
         can_average = self._is_majority(here) and includes_values(self.group, here)
@@ -148,6 +148,14 @@ class Count:
     def _said(self) -> list[Complaint]:
         """The complaints in the votes of voters."""
         return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.complaints]
+
+    def _useless_guests(self) -> set[int]:
+        """Guests of which more than half of the voters complain, so that the next exchange is without them."""
+        by: dict[int, set[int]] = defaultdict(set)
+        for rank, vote in self.votes.items():
+            for said in vote.complaints:
+                by[said.about].add(rank)
+        return {about for about, ranks in by.items() if about not in self.voters and self._is_majority(ranks)}
 
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())
@@ -178,8 +186,10 @@ class Count:
     # decisions
 
     def _exchange_again(self, here: Collection[int], at_fault: Mapping[int, str]) -> Again:
-        silent = {said.about: said.reason for said in reversed(self._said()) if said.is_stalled or said.is_violation}
-        reasons = {**self.lost, **silent, **at_fault}  # what a member did says more than that it is gone
+        said = list(reversed(self._said()))
+        silent = {one.about: one.reason for one in said if one.is_stalled or one.is_violation}
+        # what a member did says more than that it is gone, and that more than that it is missed
+        reasons = {**{one.about: one.reason for one in said}, **self.lost, **silent, **at_fault}
         self.left_out = self.left_out | {rank: reasons[rank] for rank in self.members.difference(here)}
         self.again = Again(self.exchange + 1, sorted(here))
         self.exchange, self.votes = self.again.exchange, {}
