@@ -127,7 +127,8 @@ class Count:
         most = max(self._by_result().values(), key=len, default=[])
         if self._is_majority(most):
             return self._commit(most)
-        missing = set() if self.is_closed else self.missing() - self._useless_guests()
+        self._lose_useless_guests()
+        missing = set() if self.is_closed else self.missing()
         if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
             return None  # other guests are waited for, too, so that the next exchange has them
         at_fault = self._at_fault()
@@ -149,13 +150,12 @@ class Count:
         """The complaints in the votes of voters."""
         return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.complaints]
 
-    def _useless_guests(self) -> set[int]:
-        """Guests of which more than half of the voters complain, so that the next exchange is without them."""
-        by: dict[int, set[int]] = defaultdict(set)
-        for rank, vote in self.votes.items():
-            for said in vote.complaints:
-                by[said.about].add(rank)
-        return {about for about, ranks in by.items() if about not in self.voters and self._is_majority(ranks)}
+    def _lose_useless_guests(self) -> None:
+        """Expect no vote of a guest of which more than half of the voters complain: the next exchange is without it."""
+        for guest in self.missing() - self.voters:
+            said = {rank: one for rank, vote in self.votes.items() for one in vote.complaints if one.about == guest}
+            if self._is_majority(said):
+                self.lose(guest, next(said[rank].reason for rank in said if rank in self.voters))
 
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())
@@ -186,10 +186,8 @@ class Count:
     # decisions
 
     def _exchange_again(self, here: Collection[int], at_fault: Mapping[int, str]) -> Again:
-        said = list(reversed(self._said()))
-        silent = {one.about: one.reason for one in said if one.is_stalled or one.is_violation}
-        # what a member did says more than that it is gone, and that more than that it is missed
-        reasons = {**{one.about: one.reason for one in said}, **self.lost, **silent, **at_fault}
+        silent = {said.about: said.reason for said in reversed(self._said()) if said.is_stalled or said.is_violation}
+        reasons = {**self.lost, **silent, **at_fault}  # what a member did says more than that it is gone
         self.left_out = self.left_out | {rank: reasons[rank] for rank in self.members.difference(here)}
         self.again = Again(self.exchange + 1, sorted(here))
         self.exchange, self.votes = self.again.exchange, {}
