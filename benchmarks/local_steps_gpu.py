@@ -5,8 +5,8 @@
 The GPT is the larger one of local_steps.py (2 layers of 256, samples of 32 tokens). So are its rules: four peers, an
 average each 30 batches, AdamW with warm-up and a cosine, gradients clipped to 1, text of this machine of which no
 sample comes twice, all arms with the same samples in the same order from the same initial values. Each inner rate and
-each outer optimizer is an arm. All arms of one kind, with their four peers, are one stack of models: what a GPU does
-for one small model, it does for a hundred in little more time. The products are in TF32. Kinds of arms:
+each outer optimizer is an arm. All arms of one kind, with their four peers, are one stack of models, as one such model
+is far too small to keep a GPU busy. The products are in TF32. Kinds of arms:
 
   one                one process, which steps with the batches of all four peers
   plain, nesterov    the outer optimizer SGD(lr=1), or Nesterov with lr 0.7 and momentum 0.9

@@ -30,11 +30,11 @@ from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer, mapped_by_router
 from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.network import free_port
+from tests.waiting import PATIENCE_S
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
 PORT = 31337
 NOBODY = "http://127.0.0.1:9"
-LONGEST_TEST_S = 120.0
 SSDP = ("239.255.255.250", 1900)
 
 Answer = Callable[[http.server.BaseHTTPRequestHandler], str | None]
@@ -227,7 +227,7 @@ def router_with(host: str) -> Iterator[Router]:
     pytest.importorskip("miniupnpc")
     router = Router(host)
     with (
-        filelock.FileLock(Path(tempfile.gettempdir(), "manyhands-test-router.lock"), timeout=LONGEST_TEST_S),
+        filelock.FileLock(Path(tempfile.gettempdir(), "manyhands-test-router.lock"), timeout=PATIENCE_S),
         http_server(router.answer) as address,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening,
     ):

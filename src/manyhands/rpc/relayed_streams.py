@@ -153,10 +153,7 @@ class RelayedStreams:
     # the caller
 
     def failed(self, relay: PeerId) -> None:
-        """Note that a stream through a relay could not be opened, as others could, was lost, or lacked data.
-
-        Others come before this relay then.
-        """
+        """Note that a stream through a relay was not open in time, was lost, or lacked data: others come before it."""
         self._failed_at.pop(relay, None)
         self._failed_at[relay] = asyncio.get_running_loop().time()
         if len(self._failed_at) > MAX_FAILED:
@@ -194,9 +191,13 @@ class RelayedStreams:
                 for task in [task for task in asked if task in done]:
                     relay, _ = asked.pop(task)
                     left_s = deadline - loop.time()
+                    within_s = min(left_s, head_start_s) if untried or asked else left_s
+                    stream = task.result()
                     try:
-                        within_s = min(left_s, head_start_s) if untried or asked else left_s
-                        opened = await self._greet(task.result(), hello, within_s)
+                        if isinstance(stream, Exception):
+                            raise stream
+                        # one at a time, as the target acts on each hello
+                        opened = await self._dialler.greet(stream, None, hello, within_s)
                     except Refused as refusal:
                         if refusal.peer_id == target:
                             raise
@@ -205,9 +206,9 @@ class RelayedStreams:
                         self.failed(relay)
                         reasons.append(f"relay {relay}: {error}")
                     else:
-                        silent = [one for one, since in asked.values() if loop.time() >= since + head_start_s]
-                        for one in silent:
-                            self.failed(one)
+                        for silent, since in asked.values():
+                            if loop.time() >= since + head_start_s:
+                                self.failed(silent)
                         return replace(opened, way=relayed_by(relay))
             raise Unavailable("; ".join(reasons) or f"no relay is connected that could reach peer {target}")
         finally:
@@ -234,12 +235,6 @@ class RelayedStreams:
         except (Unavailable, PeerError) as error:
             return error
         return stream
-
-    async def _greet(self, stream: Stream | Unavailable | PeerError, hello: Hello, timeout_s: float) -> Opened:
-        """Say what a stream is for. Only one at a time does so, as the target acts on each hello."""
-        if isinstance(stream, Exception):
-            raise stream
-        return await self._dialler.greet(stream, None, hello, timeout_s)
 
     def _drop(self, task: Asking) -> None:
         """Release a stream that came too late."""

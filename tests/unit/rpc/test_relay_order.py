@@ -170,27 +170,21 @@ def test_a_peer_that_is_closed_meanwhile_says_so() -> None:
     World(1).story(story())
 
 
-def asking() -> tuple[RelayedStreams, list[PeerId]]:
-    """A caller of which no relay can be reached, and the relays that it has asked."""
-    caller = Caller({})
-    return caller.streams, caller.asked
-
-
 @pytest.mark.parametrize(("has_failed", "order"), [(False, [STRANGER, NAMED]), (True, [NAMED, STRANGER])])
 async def test_relays_that_the_user_named_come_first_once_one_has_failed(has_failed: bool, order: list[PeerId]) -> None:
     """Also if that one is not among those that are asked, as when its connections move to another relay."""
-    streams, asked = asking()
+    caller = Caller({})
     if has_failed:
-        streams.failed(FAILED)
+        caller.streams.failed(FAILED)
     with pytest.raises(Unavailable, match="relay stranger: not there"):
-        await streams.open([STRANGER, NAMED], TARGET, Hello(CONTROL), 1.0)
-    assert asked == order
+        await caller.streams.open([STRANGER, NAMED], TARGET, Hello(CONTROL), 1.0)
+    assert caller.asked == order
 
 
 async def test_relays_that_failed_come_last_in_the_order_in_which_they_failed() -> None:
-    streams, asked = asking()
-    streams.failed(NAMED)
-    streams.failed(FAILED)
+    caller = Caller({})
+    caller.streams.failed(NAMED)
+    caller.streams.failed(FAILED)
     with pytest.raises(Unavailable):
-        await streams.open([FAILED, NAMED, STRANGER], TARGET, Hello(CONTROL), 1.0)
-    assert asked == [STRANGER, NAMED, FAILED]
+        await caller.streams.open([FAILED, NAMED, STRANGER], TARGET, Hello(CONTROL), 1.0)
+    assert caller.asked == [STRANGER, NAMED, FAILED]
