@@ -7,7 +7,7 @@ library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster ar
 weights are capped, values clipped, members left out, blamed and barred. One of four peers, one or three of eight, or
 seven of 16 lie from the first step on, in all steps:
 
-flip x1, x9, x10   the gradient times -1, -9, -10, which it says to the others
+flip x1, x9, x1000 the gradient times -1, -9, -1000, which it says to the others
 weight x100        the gradient times -1, with 100 times the samples
 late weight x100   the same, but honest for the first half of the steps
 norm lie           the gradient times -9, and the norm of the gradient

@@ -437,7 +437,7 @@ def _recipe_to_begin(
         if recipe.local_steps and not {"target_batch_size", "learning_rate"} <= given.keys():
             logger.warning(
                 "Local steps with --target-batch-size %d and --learning-rate %g. The defaults suit synchronous steps: "
-                "the trial stops at batches of a 64th of the target, and steps with small batches need a smaller rate. "
+                "the trial stops at batches of a 64th of the target, and the best rate is another, lower or higher. "
                 "docs/how-to/local-steps.md advises --target-batch-size 8192 --learning-rate 0.003",
                 recipe.target_batch_size, recipe.learning_rate,
             )  # fmt: skip
