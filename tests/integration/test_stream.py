@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -255,6 +256,13 @@ def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Pa
         HostedData(urls, tmp_path / "cache", 10**9)
     assert time.monotonic() - before < 30
     assert "\n" not in str(raised.value)
+
+
+def test_passwords_and_signatures_of_addresses_are_not_shown(tmp_path: Path) -> None:
+    urls = ["http://me:secret@127.0.0.1:9/index.json", "http://127.0.0.1:9/index.json?signature=secret"]
+    with pytest.raises(ConfigError, match=re.escape("http://***@127.0.0.1:9/index.json: ")) as raised:
+        HostedData(urls, tmp_path / "cache", 10**9)
+    assert "secret" not in str(raised.value)
 
 
 def test_files_are_fetched_from_other_addresses_as_well(shards: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
-from manyhands.base.text import counted
+from manyhands.base.text import counted, without_secrets
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunToJoin
@@ -62,7 +62,7 @@ def place_of(recipe: AlbertRecipe) -> str:
     if recipe.dataset_path is not None:
         return f"in {recipe.dataset_path}"
     if recipe.dataset_url:
-        return f"in the shards of {recipe.dataset_url[0]}"
+        return f"in the shards of {without_secrets(recipe.dataset_url[0])}"
     if recipe.text:
         return f"of {', '.join(map(str, recipe.text))}"
     return f"of the documentation that comes with Python {platform.python_version()}"
@@ -147,7 +147,7 @@ def _open_hosted(recipe: AlbertRecipe) -> HostedData:
     from manyhands.recipes.albert.data.shard_stream import HostedData, default_cache_dir
 
     cache_dir = recipe.cache_dir or default_cache_dir()
-    logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
+    logger.info("Fetching data from %s into %s", " ".join(map(without_secrets, recipe.dataset_url)), cache_dir)
     return HostedData(recipe.dataset_url, cache_dir, recipe.cache_mb * 1_000_000)
 
 

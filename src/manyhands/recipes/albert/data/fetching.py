@@ -13,6 +13,7 @@ import msgspec
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
+from manyhands.base.text import without_secrets
 from manyhands.recipes.albert.data.dataset import FORMAT, INDEX, address_of
 from manyhands.recipes.albert.data.download import DownloadLimits, FetchFailed, Watcher, download, size_of
 from manyhands.recipes.albert.data.shards import Index, Shard
@@ -133,9 +134,9 @@ class Fetcher:
                     part.replace(path)
                     return number
                 num_bad += 1
-                reasons.append(f"{url}: the file differs from its description (size or SHA-256)")
+                reasons.append(f"{without_secrets(url)}: the file differs from its description (size or SHA-256)")
             except FetchFailed as error:
-                reasons.append(f"{url}: {error}")
+                reasons.append(f"{without_secrets(url)}: {error}")
         kind = NoGoodCopy if num_bad == len(urls) else FetchFailed
         raise kind("; ".join(reasons))
 
@@ -197,7 +198,7 @@ class Mirrors:
             try:
                 index = read_index(self._fetcher.read_small(self._indexes, number, scratch, MAX_INDEX_BYTES))
             except (FetchFailed, ConfigError) as error:
-                reasons.append(f"{url}: {error}")
+                reasons.append(f"{without_secrets(url)}: {error}")
             else:
                 self._ask_first(number)
                 return index
@@ -235,9 +236,10 @@ def index_url(url: str) -> str:
             raise ConfigError(f"dataset_url {url!r} is a path; write its address: --dataset-url {address_of(folder)}")
         raise ConfigError(f"dataset_url {url!r} is not an address; give one such as http://203.0.113.7:8000/{INDEX}")
     if is_archive(url):
+        shown = without_secrets(url)
         raise ConfigError(
-            f"{url} is an archive, and the address of an index.json is needed here; unpack it where the trainer is "
-            f"started: curl -L {url} | tar {'xf' if parts.path.endswith('.tar') else 'xzf'} -"
+            f"{shown} is an archive, and the address of an index.json is needed here; unpack it where the trainer is "
+            f"started: curl -L {shown} | tar {'xf' if parts.path.endswith('.tar') else 'xzf'} -"
         )
     if parts.path.endswith(".json"):
         return url

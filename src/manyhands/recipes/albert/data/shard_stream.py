@@ -23,6 +23,7 @@ from pathlib import Path
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
+from manyhands.base.text import without_secrets
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.download import FetchFailed, Watcher
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
@@ -351,14 +352,15 @@ def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) ->
         ConfigError: they were made with another tokenizer, or for samples of another length.
     """
     where = f"ask the person who began run {run_id!r} for the address of its data"
+    url = without_secrets(recipe.dataset_url[0])
     if index.about.tokenizer != digest:
         raise ConfigError(
-            f"{recipe.dataset_url[0]}: its tokenizer {index.about.tokenizer[:12]} is not that of run {run_id!r} "
+            f"{url}: its tokenizer {index.about.tokenizer[:12]} is not that of run {run_id!r} "
             f"({digest[:12]}), so the token ids in the samples are wrong for this run; {where}"
         )
     if index.about.seq_length != recipe.seq_length:
         raise ConfigError(
-            f"{recipe.dataset_url[0]}: samples have up to {index.about.seq_length} tokens, and run {run_id!r} has "
+            f"{url}: samples have up to {index.about.seq_length} tokens, and run {run_id!r} has "
             f"samples of {recipe.seq_length} (seq_length); {where}"
         )
 
