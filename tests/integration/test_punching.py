@@ -21,15 +21,17 @@ from manyhands.rpc.ways import PUNCHED, relayed_by
 from manyhands.transport import Stream, TlsTransport, tcp
 from manyhands.transport.api import Port
 from tests.integration.test_interfaces import UNSHARE, has_namespaces
-from tests.integration.test_relays import clients_and_relays, echoed, seems_symmetric, send_back
+from tests.integration.test_relays import VOLUNTEER, clients_and_relays, echoed, seems_symmetric, send_back
 from tests.network import endpoints, free_port, identity_of, serve_echo, until
 from tests.wire import WatchedEndpoint
 
 
 @asynccontextmanager
-async def punched_pair() -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, WatchedEndpoint]]:
+async def punched_pair(
+    config: RpcConfig | None = None,
+) -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, WatchedEndpoint]]:
     """Two clients that met through a relay and are connected without it now, and the relay."""
-    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+    async with endpoints(3, kind="tls", clients=[0, 1], config=config) as (one, other, relay):
         for client in (one, other):
             serve_echo(client)
             client.accept_bulk("echo", send_back)
@@ -225,6 +227,92 @@ async def test_a_relayed_pair_tries_again_at_once_when_the_router_is_known_to_ke
         await one.call_on(last.peer_id, 5.0)  # which sees it too: now most have seen that
         assert one.outside.is_known
         await until(lambda: one.way_to(other.peer_id) == PUNCHED, "the two are connected without the relay", 0.9)
+
+
+async def test_a_pair_tries_again_at_once_if_one_has_moved_during_a_vain_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(punched_streams, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(punched_streams, "CONNECT_TIMEOUT_S", 0.5)
+    async with endpoints(4, kind="tls", clients=[0, 1]) as (one, other, relay, last):
+        for client in (one, other):
+            serve_echo(client)
+        one.outside.note(identity_of(100).peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+        for client in (one, other):
+            await client.call_on(relay.peer_id, 5.0)
+        has_begun = asyncio.Event()
+        accept_from = other.wire.accept_from
+
+        async def not_at_first(port: Port, places: Sequence[Address], peer_id: PeerId, timeout_s: float) -> Stream:
+            other.wire.accept_from = accept_from  # type: ignore[method-assign]
+            has_begun.set()
+            raise DialFailed(f"peer {peer_id}", DialReason.REFUSED)
+
+        other.wire.accept_from = not_at_first  # type: ignore[method-assign]
+        assert await echoed(one, other)
+        await has_begun.wait()
+        router = one.outside.router
+        await one.call_on(last.peer_id, 5.0)  # now most see it without a router
+        assert one.outside.router != router
+        assert one.counters["punches_failed"] == 0, "the attempt goes on"
+        await until(lambda: one.way_to(other.peer_id) == PUNCHED, "the two are connected without the relay")
+
+
+async def test_a_bulk_stream_that_the_other_end_refuses_to_punch_goes_through_a_relay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many streams of one group begin at the same time."""
+    async with punched_pair(VOLUNTEER) as (one, other, _):
+        monkeypatch.setattr(punched_streams, "MAX_UNDER_WAY", 0)
+        stream = await one.open_bulk(other.peer_id, "echo", b"3")
+        await stream.send(b"abc")
+        answer = bytearray(3)
+        await stream.receive_into(memoryview(answer))
+        assert answer == b"abc"
+        one.release(stream)
+        assert other.counters["refused_punches"] == 1
+
+
+def test_a_neighbour_does_not_show_that_others_can_dial_a_peer_that_is_seen_from_outside() -> None:
+    view = OutsideView()
+    assert view.shows_reach("192.168.0.7"), "nobody outside of this network is known"
+    view.note(identity_of(1).peer_id, ("192.168.0.2", 4000), ("192.168.0.2", 4000))
+    assert view.shows_reach("192.168.0.7"), "the run is within this network"
+    view.note(identity_of(2).peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+    assert not view.shows_reach("192.168.0.7")
+    assert not view.shows_reach("fe80::1%eth0")
+    assert view.shows_reach("31.0.0.1")
+
+
+async def test_a_dial_by_a_neighbour_does_not_count_as_one_from_outside() -> None:
+    async with endpoints(2, kind="tls") as (here, neighbour):
+        here.outside.note(identity_of(100).peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+        await neighbour.call_on(here.peer_id, 5.0)
+        assert not here.was_reached
+
+
+def test_a_new_address_of_the_router_counts_as_soon_as_one_peer_sees_it() -> None:
+    view = OutsideView()
+    one, other, third = (identity_of(number).peer_id for number in range(1, 4))
+    for peer_id in (one, other):
+        view.note(peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
+    for peer_id in (one, other):  # the connections are lost
+        view.forget(peer_id)
+    assert view.hosts == ["30.0.0.9"], "the last one is better than none"
+    assert view.note(third, ("31.0.0.1", 4000), ("192.168.0.2", 4000))
+    assert view.hosts == ["31.0.0.1"]
+
+
+async def test_what_a_lost_peer_has_seen_is_forgotten() -> None:
+    old, new = "30.0.0.9", "31.0.0.1"
+    async with endpoints(3, kind="tls", clients=[0]) as (one, lost, last):
+        await one.call_on(lost.peer_id, 5.0)
+        for peer_id in (identity_of(100).peer_id, lost.peer_id):
+            one.outside.note(peer_id, (old, 4000), ("192.168.0.2", 4000))
+        lost.wire.abort_all()
+        await until(lambda: not one.is_connected(lost.peer_id), "the connection is lost")
+        one.outside.note(last.peer_id, (new, 4000), ("192.168.0.2", 4000))
+        assert one.outside.hosts == [new]
 
 
 def test_the_kind_of_router_is_what_most_others_see() -> None:

@@ -342,6 +342,45 @@ async def test_a_relay_keeps_to_its_rate() -> None:
         assert asyncio.get_running_loop().time() - began > 1.8
 
 
+async def test_many_streams_of_one_address_leave_another_one_its_part_of_the_rate() -> None:
+    """Peer ids cost nothing, so a relay does not count by them."""
+    async with endpoints(7, kind="tls", clients=range(6), config=RpcConfig(relay_mbit_s=16.0)) as (*clients, relay):
+        one, greedy, *others = clients
+        await relay.listen([Address.of("::1", 0)])
+        greedy.learn(relay.peer_id, [address for address in relay.bound_addresses if address.protocol == "ip6"])
+        await let_relay(clients, [relay])
+        assert (relay.host_of(one.peer_id), relay.host_of(greedy.peer_id)) == ("127.0.0.1", "::1")
+        for other in others:
+            other.accept_bulk("echo", send_back)
+        streams = [await greedy.open_bulk(other.peer_id, "echo", b"100000000") for other in others]
+        stream = await one.open_bulk(others[0].peer_id, "echo", b"1000000")
+        sending = [asyncio.ensure_future(greedy_stream.send(bytes(100_000_000))) for greedy_stream in streams]
+        before = relay.counters["relayed_bytes"]
+        await stream.send(bytes(1_000_000))
+        await stream.receive_into(memoryview(bytearray(1)))
+        assert relay.counters["relayed_bytes"] - before < 3_000_000, "half would be 2 MB, a fifth 5 MB"
+        for greedy_stream in streams:
+            greedy.release(greedy_stream)
+        one.release(stream)
+        await asyncio.gather(*sending, return_exceptions=True)
+
+
+async def test_the_round_trip_through_a_relay_is_that_to_the_other_end() -> None:
+    async with clients_and_relays("tls") as (one, other, [relay]):
+        forward = relay.wire.forward
+
+        async def late(from_one: Stream, to_other: Stream, chunk_bytes: int, pay: Pay) -> None:
+            async def pay_late(num_bytes: int) -> None:
+                await asyncio.sleep(0.02)
+                await pay(num_bytes)
+
+            await forward(from_one, to_other, chunk_bytes, pay_late)
+
+        relay.wire.forward = late  # type: ignore[method-assign]
+        assert await echoed(one, other)
+        assert one.rtt_s(other.peer_id) > 0.04
+
+
 async def test_closing_ends_what_a_relay_forwards() -> None:
     async with clients_and_relays("tls") as (one, other, [relay]):
         await echoed(one, other)

@@ -124,8 +124,11 @@ class ControlConnection:
 
     @property
     def shortest_rtt_s(self) -> float:
-        """The shortest round trip, in seconds, of pings, which a busy process delays, or as measured by the system."""
-        return min(self.rtt_s, self._stream.rtt_s)
+        """The shortest round trip, in seconds, of pings, which a busy process delays, or as measured by the system.
+
+        Through a relay, the system measures only the way to the relay.
+        """
+        return self.rtt_s if self.way.relay is not None else min(self.rtt_s, self._stream.rtt_s)
 
     @property
     def is_busy(self) -> bool:

@@ -355,7 +355,10 @@ class Endpoint:
 
     @property
     def was_reached(self) -> bool:
-        """Whether any peer has dialled this one; if not, it may be behind a firewall."""
+        """Whether a peer from outside of this one's local network has dialled it; if not, it may be behind a firewall.
+
+        In a run within that network its neighbours count; see :meth:`.OutsideView.shows_reach`.
+        """
         return self._pool.was_reached
 
     def has_reached(self, peer_id: PeerId) -> bool:
@@ -667,7 +670,8 @@ class Endpoint:
 
     async def _accepted(self, stream: Stream) -> None:
         self._streams.add(stream)
-        self._pool.reached()
+        if self.outside.shows_reach(stream.remote_host):
+            self._pool.reached()
         await self._serve_stream(stream)
 
     async def _serve_stream(self, stream: Stream, way: Way = DIRECT) -> None:
@@ -769,4 +773,6 @@ class Endpoint:
             if connection.way.relay is not None and not was_closed:
                 self._relayed.failed(connection.way.relay)
             self._pool.remove(connection)
+            if not was_closed and not self.is_connected(connection.remote):
+                self.outside.forget(connection.remote)
             await connection.close()

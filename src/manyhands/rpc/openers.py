@@ -36,7 +36,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from manyhands.base.errors import PeerError, Unavailable
+from manyhands.base.errors import PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook
 from manyhands.rpc.connection import ControlConnection
@@ -171,7 +171,10 @@ class Openers:
         deadline = loop.time() + timeout_s
         try:
             return await self._punched.open(connection, hello, timeout_s / 2)
-        except Unavailable as error:
+        except (Unavailable, Refused) as error:  # refused, say, as the other peer makes many attempts already
             logger.debug("%s; a relay is asked", error)
             relays = self._pool.relays(for_bulk=True)
-            return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
+            try:
+                return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
+            except Unavailable as failure:
+                raise Unavailable(f"{error}; {failure}") from error

@@ -7,13 +7,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 
 Router = Literal["unknown", "none", "port-preserving", "symmetric"]
 Family = Literal["ip4", "ip6"]
 
 MAX_VIEWS = 8
-"""Peers whose views are kept, the latest ones."""
+"""Peers whose views are kept: the last ones."""
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return Address.of(host, 1).is_public
+    except ConfigError:  # a link-local address with the name of its interface
+        return False
 
 
 class View(NamedTuple):
@@ -73,6 +82,21 @@ class OutsideView:
             self._views.popitem(last=False)
         return self._summary() != before
 
+    def forget(self, seer: PeerId) -> None:
+        """Forget what a peer has seen that is no longer connected: this one may have another address now.
+
+        The last view is kept, as better than none.
+        """
+        if len(self._views) > 1:
+            self._views.pop(seer, None)
+
+    def shows_reach(self, host: str) -> bool:
+        """Whether peers elsewhere can dial this one if a peer has, from that address or to it.
+
+        A neighbour in the local network shows that only if this peer connects to nobody outside of it.
+        """
+        return _is_public(host) or not any(map(_is_public, self.hosts))
+
     def _summary(self) -> tuple[list[str], Router, Router]:
         return self.hosts, self._router_of("ip4"), self._router_of("ip6")
 
@@ -82,7 +106,8 @@ class OutsideView:
         return [*self._seen_with("ip6"), *self._seen_with("ip4")]
 
     def _seen_with(self, family: Family) -> list[str]:
-        seen = Counter(view.host for view in self._views.values() if view.family == family)
+        newest_first = reversed(self._views.values())  # of as many views, the newer ones count
+        seen = Counter(view.host for view in newest_first if view.family == family)
         return [host for host, _ in seen.most_common(1)]
 
     @property

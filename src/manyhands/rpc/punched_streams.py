@@ -139,15 +139,16 @@ class PunchedStreams:
     def moved(self) -> None:
         """Try all peers again at once: others see this peer at another address, or its router is known now."""
         self._has_moved.set()
-        self._has_moved.clear()
+        self._has_moved = asyncio.Event()
 
     async def open_some_time(self, connection: ControlConnection, hello: Hello) -> Opened:
         """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection."""
         for pause_s in itertools.cycle(PAUSES_S):
+            has_moved = self._has_moved  # also a move during the attempt ends the pause after it
             if self._outside.is_known:
                 with suppress(Unavailable, PeerError):
                     return await self.open(connection, hello, DIAL_TIMEOUT_S)
-            await wait_at_most(self._has_moved, pause_s)
+            await wait_at_most(has_moved, pause_s)
         raise AssertionError("the pauses have no end")
 
     async def open(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:

@@ -15,7 +15,7 @@ order  from, to         message
 =====  ===============  =================================================================================
 
 Any peer relays the control streams of two peers that are connected to it: they are small, and share a fixed rate. Bulk
-streams are only relayed by volunteers (``relay_mbit_s``). All pairs of peers get an equal part of the rate.
+streams are only relayed by volunteers (``relay_mbit_s``). The callers at each IP address get an equal part of the rate.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ FAILED_S = 600.0
 """Seconds for which a relay that has failed is asked after all others."""
 
 MAX_FAILED = 64
-"""Relays of which is remembered when they have failed."""
+"""Relays of which this peer remembers when they failed last."""
 
 OPEN_TIMEOUT_S = 2.0
 """Time for a relay to reach the target. Less than callers wait, so that they learn the reason."""
 
 MAX_STREAMS = 1024
-"""Streams that one peer relays at a time."""
+"""Streams that this peer forwards at a time as a relay."""
 
 MAX_OF_ONE_SOURCE = 128
-"""Streams that it relays at a time for callers at one IP address, or in one /64 of IPv6."""
+"""Streams that this peer forwards at a time for callers at one IP address, or in one /64 of IPv6."""
 
 MAX_OF_ONE_PAIR = 20
-"""Streams that it relays at a time from one caller to one target: two striped bulk streams, and a few others."""
+"""Streams that this peer forwards at a time from one caller to one target: two striped bulk streams and a few more."""
 
 CONTROL_MBIT_S = 8.0
 """Megabits per second of all relayed control streams together."""
@@ -284,7 +284,7 @@ class RelayedStreams:
             cap, chunk_bytes = self._control_cap, CONTROL_CHUNK_BYTES
             if request.is_bulk and self._bulk_cap is not None:
                 cap, chunk_bytes = self._bulk_cap, BULK_CHUNK_BYTES
-            turn = cap.turn_of(f"{stream.remote} {request.target}")
+            turn = cap.turn_of(source_of(stream.remote_host))  # not by peer id: those cost nothing
             await self._transport.forward(stream, opened.stream, chunk_bytes, functools.partial(self._pay, cap, turn))
         finally:
             self._streams.release(opened.stream)

@@ -20,7 +20,7 @@ class UploadCap:
     """Limits the bytes per second of some streams together: those that an endpoint sends, or those that it relays.
 
     Groups of streams take turns, and so get equal parts, however many streams each has. The groups are kinds of bulk
-    streams, so each of two concurrent runs gets half, and for a relay the pairs of peers.
+    streams, so each of two concurrent runs gets half, and for a relay the IP addresses of the callers.
 
     Args:
         mbit_s: megabits per second.
