@@ -649,7 +649,7 @@ class Simulation:
         node = StandInNode(self._holders, line, trainer.identity, rng, lambda: own.roster().members)
         own = ProgressTracker(
             endpoint, cast(DhtNode, node), RUN_ID, self._target, self._position, CONFIG, is_auxiliary=False,
-            began_at=trainer.began_at,
+            began_at=trainer.began_at, salt=rng.randbytes(16),
         )  # fmt: skip
         own.roster = lambda: self._roster if trainer.is_trained else Roster()
         own.branches.belief.roster = lambda: own.roster()

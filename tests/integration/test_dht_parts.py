@@ -54,7 +54,7 @@ async def test_a_node_that_holds_the_key_itself_sends_no_request(swarm: Swarm) -
     assert len(await holder.get(KEY)) == 30
     swarm.endpoint_of(other).unhandle(FIND)
     part = await holder.get_part(KEY, 12)
-    assert len(part.values) == part.num_shown == part.num_held == 30
+    assert (len(part.values), part.num_shown, part.num_held) == (12, 12, 30)
 
 
 async def test_when_the_holder_is_gone_the_part_comes_from_another_one(swarm: Swarm) -> None:

@@ -179,6 +179,10 @@ class PeerRecords:
         """Hook for subclasses: the first record of a peer, changed by what is known of it otherwise."""
         return seen
 
+    def _surplus(self) -> Collection[PeerId]:
+        """Hook for subclasses: the peers that do not count although their records were read, as there are too many."""
+        return ()
+
     def observed(self) -> Mapping[PeerId, SeenRecord]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
         now = asyncio.get_running_loop().time()
@@ -259,6 +263,8 @@ class PeerRecords:
         for peer_id, seen in list(self._seen.items()):
             if seen.expires_at <= now or (gate is not None and gate.is_banned(peer_id)):
                 self._drop(peer_id)
+        for peer_id in self._surplus():
+            self._drop(peer_id)
         self._missing = dict(self.missing())
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:

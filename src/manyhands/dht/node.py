@@ -247,9 +247,8 @@ class DhtNode:
     async def get_part(self, key: str, most: int) -> Part:
         """Return some values of a key: those of about ``most`` subkeys, beginning with a random one, in their order.
 
-        They are read from one random holder, so it may have missed a write. Peer ids are spread evenly, so the values
-        that peers have signed are a fair sample. If there are no more, or this node holds the key itself, these are
-        all.
+        They are read from one random holder, which is this node if it is one, so it may have missed a write. Peer ids
+        are spread evenly, so the values that peers have signed are a fair sample. If there are no more, these are all.
 
         Args:
             most: from 1 to ``MAX_FOUND_RECORDS``.

@@ -101,6 +101,13 @@ class ReadResult:
         self._open_bytes = 0
         self._open_room = open_room(config)
 
+    def begin_with(self, found: dict[str, Found]) -> None:
+        """Begin with the records that this node holds: they have kept to the same limits."""
+        self.found = found
+        self._num_bytes = sum(size for _, _, size in found.values())
+        of_nobody = [size for record, _, size in found.values() if not record.owner]
+        self._num_open, self._open_bytes = len(of_nobody), sum(of_nobody)
+
     def add(self, record: Record, expires_at: float, num_bytes: int | None = None) -> Reason:
         """Add a verified record if it is the latest of its subkey.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from manyhands.base.identity import PeerId, peer_id_from_public_key
 from manyhands.dht.config import DhtConfig
@@ -30,7 +30,7 @@ from manyhands.dht.quotas import Membership
 from manyhands.dht.read_result import Found, ReadResult
 from manyhands.dht.records import AgedRecord, Reason, Record, digest_of_records, topic_of
 from manyhands.dht.schema import Schema
-from manyhands.dht.storage import Storage
+from manyhands.dht.storage import Held, Storage
 from manyhands.runtime.concurrently import gathered
 
 PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
@@ -95,7 +95,7 @@ class Reader:
         """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
-        found = self._begun(key, now, only)
+        found = self._begun(key, self._storage.get(key, now), only)
         names = found.looked_for.names(self._rng)
         if not await self._read_at_some(key, found, names, quickly):
             found.forget_shown()
@@ -112,12 +112,15 @@ class Reader:
         """See :meth:`manyhands.dht.DhtNode.get_part`."""
         now = asyncio.get_running_loop().time()
         replicas = self._holder_cache.recall_complete(key, now)
-        if self._own_id in replicas:  # no request is needed
-            return await self.read(key, quickly=True)
-        schema, before = self._schemas.get(key), self._read.get(key, {})
-        found = self._begun(key, now)
-        names = found.looked_for.names(self._rng)
         after = peer_id_from_public_key(self._rng.randbytes(32))
+        if self._own_id in replicas:  # no request is needed
+            part, _ = self._storage.page(key, after, now, most=most)
+            found = self._begun(key, part)
+            found.num_shown, found.num_held = len(part), self._storage.num_held(key, now)
+            return found
+        schema, before = self._schemas.get(key), self._read.get(key, {})
+        found = self._begun(key, self._storage.get(key, now))
+        names = found.looked_for.names(self._rng)
         is_read = False
         if replicas:
             holder = self._rng.choice(replicas)
@@ -136,13 +139,12 @@ class Reader:
         self._remember(key, {subkey: one for subkey, one in before.items() if one[1] > now} | found.found)
         return found
 
-    def _begun(self, key: str, now: float, only: frozenset[str] | None = None) -> ReadResult:
-        """A read that has this node's own records so far."""
+    def _begun(self, key: str, own: Iterable[Held], only: frozenset[str] | None = None) -> ReadResult:
+        """A read that has these records so far, which this node holds itself."""
         looked_for = LookedFor(self._known(key), only, topic_of(key) in self._members)
         found = ReadResult(key, self._config, self._read.get(key), self._schemas.get(key), looked_for)
-        for held in self._storage.get(key, now):
-            if looked_for.counts(held.record):
-                found.add(held.record, held.expires_at, held.num_bytes)
+        counting = (held for held in own if looked_for.counts(held.record))
+        found.begin_with({held.record.subkey: (held.record, held.expires_at, held.num_bytes) for held in counting})
         return found
 
     def _take_part(self, found: ReadResult, source: PeerId, answer: FindResponse) -> None:

@@ -234,7 +234,16 @@ def digest_of_records(records: Iterable[Record]) -> bytes:
 
 def sum_of(fingerprints: Iterable[bytes]) -> bytes:
     """Combine the fingerprints of records into the digest that :func:`digest_of_records` returns."""
-    total: int = sum(int.from_bytes(fingerprint, "big") for fingerprint in fingerprints)
+    return digest_of_sum(sum(map(number_of, fingerprints)))
+
+
+def number_of(fingerprint: bytes) -> int:
+    """Return a fingerprint as a number, to be added up."""
+    return int.from_bytes(fingerprint, "big")
+
+
+def digest_of_sum(total: int) -> bytes:
+    """Return the digest for a sum of the numbers of fingerprints."""
     return (total % (1 << 256)).to_bytes(32, "big")
 
 

@@ -21,7 +21,17 @@ import msgspec
 
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
 from manyhands.dht.quotas import Membership, Quotas
-from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of, topic_of
+from manyhands.dht.records import (
+    TOMBSTONE,
+    AgedRecord,
+    Reason,
+    Record,
+    digest_of_sum,
+    number_of,
+    remaining_s,
+    sum_of,
+    topic_of,
+)
 from manyhands.dht.schema import Schema, examined_under
 
 
@@ -73,7 +83,7 @@ class Storage:
         self._held: dict[str, dict[str, Held]] = {}
         self._quotas = Quotas(config)
         self._in_order: dict[str, list[str]] = {}  # sorted subkeys by key; dropped when one is added or removed
-        self._digests: dict[str, bytes] = {}  # by key; dropped when a record changes
+        self._sums: dict[str, int] = {}  # of the fingerprints of a key, from its first digest on
         self._expiries: list[tuple[float, str, str]] = []  # a heap; entries that no longer match are skipped
 
     def __len__(self) -> int:
@@ -155,9 +165,9 @@ class Storage:
         if owners is not None:
             held = self._held[key]
             return sum_of(held[owner].fingerprint() for owner in held.keys() & set(owners))
-        if key not in self._digests:
-            self._digests[key] = sum_of(held.fingerprint() for held in self._held[key].values())
-        return self._digests[key]
+        if key not in self._sums:
+            self._sums[key] = sum(number_of(held.fingerprint()) for held in self._held[key].values())
+        return digest_of_sum(self._sums[key])
 
     def held(self, key: str, subkey: str, now: float) -> Held | None:
         """Return one record, if it is held and has not expired."""
@@ -203,11 +213,13 @@ class Storage:
             if held is not None:
                 self._count(held)
             return refusal
-        self._digests.pop(record.key, None)
         if held is None:
             self._in_order.pop(record.key, None)
+        else:
+            self._add_to_sum(held, -1)
         held = Held(record, expires_at, source, record.num_bytes, is_strangers)
         self._count(held)
+        self._add_to_sum(held)
         self._write(held, expires_at)
         return Reason.ACCEPTED
 
@@ -225,6 +237,11 @@ class Storage:
 
     def _count(self, held: Held, sign: int = 1) -> None:
         self._quotas.add(held.record, held.source, sign, is_strangers=held.is_strangers)
+
+    def _add_to_sum(self, held: Held, sign: int = 1) -> None:
+        key = held.record.key
+        if key in self._sums:
+            self._sums[key] += sign * number_of(held.fingerprint())
 
     def recheck(self, key: str) -> None:
         """Drop the records of a key that do not match its newly declared schema."""
@@ -245,10 +262,11 @@ class Storage:
     def _drop(self, key: str, subkey: str, held: Held) -> None:
         self._count(held, -1)
         del self._held[key][subkey]
-        self._digests.pop(key, None)
+        self._add_to_sum(held, -1)
         self._in_order.pop(key, None)
         if not self._held[key]:
             del self._held[key]
+            self._sums.pop(key, None)
 
     def _write(self, held: Held, expires_at: float) -> None:
         held.expires_at = expires_at

@@ -21,7 +21,7 @@ from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.progress import CROWD, LARGE, SAMPLE
 from manyhands.optim.run.run_machine import Situation
-from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.run.tracker import MIN_STRANGERS, ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
 from tests.swarm import endpoints, identity_of
@@ -43,7 +43,15 @@ class Run:
         endpoint.is_connected = self.connected.__contains__  # type: ignore[method-assign]
         endpoint.carries_bulk = self.connected.__contains__  # type: ignore[method-assign]
         self.tracker = ProgressTracker(
-            endpoint, self.dht, "run", target_batch_size, HERE, config, is_auxiliary=False, began_at=0.0
+            endpoint,
+            self.dht,
+            "run",
+            target_batch_size,
+            HERE,
+            config,
+            is_auxiliary=False,
+            began_at=0.0,
+            salt=b"salt",
         )
         self._sequence = 0
 
@@ -111,6 +119,33 @@ async def test_a_trainer_without_a_new_sample_for_long_is_idle_unless_it_is_busy
         run.tracker.is_busy = False
         run.tracker.report(4, 1.0)
         assert not run.tracker.is_idle
+
+
+async def test_of_many_strangers_some_count_whoever_came_first_and_peers_of_the_roster_always_do() -> None:
+    async with run_of_one() as run:
+        run.members_are(BOB, run.endpoint.peer_id)
+        run.put_many(MIN_STRANGERS + 200)
+        await run.hears(BOB)
+        assert run.tracker.num_peers_here() == MIN_STRANGERS + 202, "it has made no step, so it knows nobody"
+        run.tracker.move(HERE, 0, [BOB, run.endpoint.peer_id])
+        await run.hears(BOB)
+        assert run.tracker.num_peers_here() == MIN_STRANGERS + 2
+        counting = run.tracker.observed().keys() - {BOB}
+        first = {identity_of(1000 + number).peer_id for number in range(MIN_STRANGERS)}
+        assert 0 < len(counting & first) < MIN_STRANGERS
+        run.put_many(MIN_STRANGERS + 200)  # newer records
+        await run.tracker.refresh()
+        assert run.tracker.observed().keys() - {BOB} == counting, "the lots stay the same"
+
+
+async def test_in_a_grid_all_count_as_their_seats_are_needed() -> None:
+    async with run_of_one() as run:
+        run.members_are(BOB, run.endpoint.peer_id)
+        run.tracker.move(HERE, 0, [BOB, run.endpoint.peer_id])
+        run.tracker.sit(Seat(Layout((20, 20)), 1, 0))
+        run.put_many(MIN_STRANGERS + 200)
+        await run.tracker.refresh()
+        assert run.tracker.num_peers_here() == MIN_STRANGERS + 201
 
 
 async def test_a_goodbye_counts_however_it_was_encoded() -> None:

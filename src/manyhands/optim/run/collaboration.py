@@ -102,6 +102,7 @@ class Collaboration:
         self.tracker = ProgressTracker(
             presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self.local.position,
             self.progress, is_auxiliary=self.is_auxiliary, began_at=presence.began_at,
+            salt=presence.rng.randbytes(16),
         )  # fmt: skip
         belief = self.tracker.branches.belief
         belief.initial_peers = initial_peers = presence.dht.initial_peers

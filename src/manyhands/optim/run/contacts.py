@@ -75,14 +75,17 @@ class Contacts:
 
         Args:
             others: each with whether it is in client mode. Those are told only if they are connected: to reach them
-                through a relay for this would cost more than it is worth.
+                through a relay for this would cost more than it is worth. So are peers that are no members: they come
+                by themselves, and may be thousands that nobody can reach.
         """
         record = self._tracker.own
         if self._tasks.is_closed or self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
+        members = self._tracker.roster().members
         for peer_id, is_client in others.items():
-            if is_client and not self._endpoint.is_connected(peer_id):
+            is_dialled = not is_client and (peer_id in members or not members)
+            if not is_dialled and not self._endpoint.is_connected(peer_id):
                 continue
             self._tasks.spawn(self._tell(peer_id), name="telling a peer where this one is")
 

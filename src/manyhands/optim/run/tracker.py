@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 IDLE_BATCHES = 5
 """A trainer counts as idle, and is no longer published, after the time of so many of its batches without a new sample,
 at least ``IDLE_S``."""
+MIN_STRANGERS = 64
+"""Once this peer has made a step in one group, at most this many peers outside of the roster count, or as many as there
+are in the roster: a run may double with each step (docs/adr/0062-a-run-may-double.md)."""
 MAX_IN_NEED = 2
 """The number of peers behind it to which a client connects at once, so that they can ask it for its state."""
 OVERDUE_SHARE = 0.2
@@ -87,8 +91,10 @@ class ProgressTracker(ProgressReader):
         *,
         is_auxiliary: bool,
         began_at: float,
+        salt: bytes,
     ) -> None:
         super().__init__(endpoint, dht, run_id, config.min_refresh_s)
+        self._salt = salt
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
@@ -355,6 +361,22 @@ class ProgressTracker(ProgressReader):
     async def _read_sample(self) -> None:
         leaders = self.roster().leaders()[:NUM_LEADERS]
         await self.refresh_part(SAMPLE, self.branches.belief.initial_peers().union(leaders))
+
+    def _surplus(self) -> Collection[PeerId]:
+        """The peers outside of the roster beyond those that may count, drawn by lot; see ``MIN_STRANGERS``.
+
+        A grid needs the seats of all, and a peer that has made no step cannot tell strangers from others.
+        """
+        roster = self.roster()
+        if not (self.branches.belief.has_stepped and roster.members) or self.own.seat.layout.sides:
+            return ()
+        known = {*roster.standings, *roster.former, *self.branches.belief.initial_peers()}
+        strangers, most = self._seen.keys() - known, max(MIN_STRANGERS, len(known))
+        return sorted(strangers, key=self._lot)[most:] if len(strangers) > most else ()
+
+    def _lot(self, peer_id: PeerId) -> bytes:
+        """A number that is the same each time, and that nobody else can know: nor does it say who came first."""
+        return hashlib.blake2b(peer_id.encode(), key=self._salt, digest_size=8).digest()
 
     def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         self.twin.seen(seen.record.began_at, seen.since, now)
