@@ -90,7 +90,7 @@ def test_twelve_peers_in_groups_make_the_steps_of_one_process(
     for number in range(num_peers):
         swarm.start(
             f"p{number}", Model, MAKERS[name], train, target_batch_size=TARGET, scheduler=schedule,
-            averaging=replace(PLAIN, max_group_size=max_group_size),
+            averaging=replace(PLAIN, max_group_size=max_group_size, aggregate="mean"),
         )  # fmt: skip
     swarm.run()
     plain = plain_steps(name, NUM_STEPS, 1)
