@@ -92,6 +92,7 @@ async def test_the_bytes_of_a_round_are_those_of_the_values() -> None:
         assert 400_000 <= result.num_bytes_received < 402_000
 
 
+@pytest.mark.long
 async def test_peers_average_a_large_vector_over_tls() -> None:
     numel = 3_000_000
     values = values_of(2, numel)

@@ -474,6 +474,7 @@ async def test_large_calls_outlive_a_retirement(retiring: str) -> None:
     assert num_under_way > 0
 
 
+@pytest.mark.long
 async def test_a_slow_uplink_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends a long message hears nothing meanwhile; its own ping waits behind it."""
     config = RpcConfig(heartbeat_period_s=0.4, heartbeat_timeout_s=0.85)

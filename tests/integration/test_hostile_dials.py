@@ -79,6 +79,7 @@ async def test_a_name_is_held_to_the_addresses_that_it_stands_for(monkeypatch: p
         assert not dials
 
 
+@pytest.mark.long
 async def test_a_hundred_records_cause_few_dials_to_a_third_party() -> None:
     async with dialler(ON_THE_INTERNET) as (endpoint, dials):
         for turn in range(10):

@@ -321,13 +321,14 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
     assert max(losses_of(trainer).values()) < 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_one_process", few_of([False, True]))
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"local_steps": manyhands.LocalSteps()}, marks=pytest.mark.long),
-        pytest.param({"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)}, marks=pytest.mark.long),
-        pytest.param({"local_steps": manyhands.LocalSteps(), "offload": True}, marks=pytest.mark.long),
+        {"local_steps": manyhands.LocalSteps()},
+        {"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)},
+        {"local_steps": manyhands.LocalSteps(), "offload": True},
         {"delay": "gradients"},
     ],
     ids=["local", "local, in parts", "local, offload", "delay"],

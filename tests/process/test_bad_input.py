@@ -133,6 +133,7 @@ def test_a_taken_port_is_refused_and_leaves_no_folder(tmp_path: Path, monkeypatc
         assert (tmp_path / "manyhands-r.monitor" / "identity.pem").exists(), "its folder was there"
 
 
+@pytest.mark.long
 def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

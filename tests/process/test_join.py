@@ -86,6 +86,7 @@ def test_a_trainer_that_starts_while_another_one_begins_the_run_waits_for_its_se
             second.wait_for("Others can join this run with one word")  # it fits the run
 
 
+@pytest.mark.long
 def test_a_newcomer_is_told_that_the_peer_that_began_the_run_has_left() -> None:
     with Peer(listen=[LOOPBACK]) as peer:
         beginning = Beginning(peer.dht, peer.peer_id, "gone")

@@ -24,6 +24,7 @@ def longest_wait_s(run: ChartedRun, since: float, until: float) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise([since, *times, until]))
 
 
+@pytest.mark.long
 def test_the_others_go_on_at_once_when_a_member_is_banned(caplog: pytest.LogCaptureFixture) -> None:
     run = ChartedRun(CHARTER)
 

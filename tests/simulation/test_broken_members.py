@@ -683,6 +683,7 @@ def test_an_identity_every_six_seconds_keeps_no_newcomer_out() -> None:
     assert (counts.samples_dropped, counts.steps_alone) == (0, 0)
 
 
+@pytest.mark.long
 def test_nobody_goes_alone_while_peers_of_its_last_rounds_answer(caplog: pytest.LogCaptureFixture) -> None:
     """From some time on nobody finds a record in the DHT, as when hostile nodes hold the key."""
     swarm = Swarm(seed=4)

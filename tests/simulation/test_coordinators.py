@@ -236,6 +236,7 @@ def test_a_coordinator_with_a_state_dir_finds_the_others_at_once(tmp_path: Path)
     assert_all_see(swarm, ["c1"], ["c1", *ordinary])
 
 
+@pytest.mark.long
 def test_halves_without_a_coordinator_merge_through_peers_that_they_knew() -> None:
     swarm = Swarm(12)
     one, other = names_of("a", 3), names_of("b", 3)

@@ -263,6 +263,7 @@ def test_an_error_of_the_wrapped_optimizer_reaches_the_training_loop_and_spoils_
     assert len({member.optimizer.state_digest() for member in swarm.members.values()}) == 1
 
 
+@pytest.mark.long
 def test_a_peer_that_falls_behind_loads_the_state_and_goes_on() -> None:
     def train(member: Member) -> None:
         while member.optimizer.global_step < 18:

@@ -184,6 +184,7 @@ def test_a_peer_with_other_parameters_reloads_also_with_background_steps_and_off
     assert all(member.optimizer.statistics.states_loaded == (name == "p2") for name, member in members.items())
 
 
+@pytest.mark.long
 def test_peers_that_differ_by_rounding_do_not_reload(caplog: pytest.LogCaptureFixture) -> None:
     """Each peer but one moves each of its parameters by a unit in the last place after each batch."""
     num_changes = 0

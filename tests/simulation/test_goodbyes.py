@@ -18,7 +18,6 @@ from manyhands.optim.run.contacts import Contacts, HereIAm
 from manyhands.rpc import Endpoint
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
-from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +26,8 @@ LEAVES_S = 21.35
 GONE_S = LEAVES_S + 4.0
 
 
-@pytest.mark.parametrize("says_goodbye", few_of([False, True], 1, pytest.mark.long))
+@pytest.mark.long
+@pytest.mark.parametrize("says_goodbye", [False, True])
 def test_a_goodbye_is_no_warning_and_a_peer_that_vanishes_is_one(
     says_goodbye: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

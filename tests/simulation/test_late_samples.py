@@ -212,6 +212,7 @@ def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_oth
     assert num_of("p3", torch.cat(marked.marks()[1])) * BATCH_SIZE == counts["p3"].samples_used
 
 
+@pytest.mark.long
 def test_the_half_of_a_split_run_that_loses_still_counts_the_samples_of_its_lost_steps_as_used() -> None:
     swarm = Swarm(seed=43)
     marked = Marked(swarm)

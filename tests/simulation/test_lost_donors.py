@@ -16,7 +16,6 @@ from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.runtime.exit_delay import is_hurried
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
-from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,9 +101,8 @@ def _train(member: Member) -> None:
     member.step(member.model(inputs).square().mean(), BATCH_S)
 
 
-@pytest.mark.parametrize(
-    ("says_goodbye", "start_new"), few_of([(False, None), (True, True)], 1, pytest.mark.long), ids=["killed", "left"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("says_goodbye", "start_new"), [(False, None), (True, True)], ids=["killed", "left"])
 def test_a_newcomer_whose_only_donor_is_gone_waits_and_follows_it_when_it_is_back_with_its_checkpoint(
     says_goodbye: bool, start_new: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

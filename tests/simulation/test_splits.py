@@ -153,6 +153,7 @@ def test_a_peer_that_comes_back_from_a_long_cut_costs_the_others_no_samples(
     assert_one_branch(swarm)
 
 
+@pytest.mark.long
 def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """A coordinator hands the records on. No branch is made, and no sample is lost.
 

@@ -177,7 +177,8 @@ def test_a_peer_that_cannot_send_its_own_values_in_time_is_told_so() -> None:
         assert f"{slow} is too slow for the time that this round has" in result.reason
 
 
-@pytest.mark.parametrize("values_s", [20.0, pytest.param(2.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("values_s", [20.0, 2.0])
 def test_a_guest_that_is_far_slower_than_the_others_is_not_waited_for(values_s: float) -> None:
     """But where it is only a little slower it is, else it would be to blame again and again."""
     rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / values_s, 2, is_guest=True)

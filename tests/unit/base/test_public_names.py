@@ -13,6 +13,7 @@ import pytest
 
 import manyhands
 from manyhands.base import errors
+from tests.sweeps import few_of
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -57,6 +58,7 @@ def nothing_imported() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_imported")
 def test_a_loop_without_checkpoints_does_not_import_their_packages() -> None:
     importlib.import_module("manyhands").Optimizer  # noqa: B018
@@ -74,7 +76,7 @@ NEEDS_PACKAGES = {
 
 
 @pytest.mark.usefixtures("nothing_imported")
-@pytest.mark.parametrize("missing", ["torch", "numpy", "safetensors"])
+@pytest.mark.parametrize("missing", few_of(["torch", "numpy", "safetensors"], 1, pytest.mark.long))
 def test_without_torch_one_line_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"numpy": {"manyhands.optim.Lamb"}, "safetensors": set(NEEDS_PACKAGES.values()) - {"manyhands.Checkpoints"}}
     tried = {statement: what for statement, what in NEEDS_PACKAGES.items() if what not in kept.get(missing, set())}

@@ -45,6 +45,7 @@ def test_a_peer_that_the_others_have_left_on_purpose_is_not_warned(
     assert {record.levelname for record in caplog.records if "published" in record.message} == {"WARNING"}
 
 
+@pytest.mark.long
 def test_a_wrong_clock_is_warned_of_once_by_its_peer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "manyhands.optim.health")
     machines = Machines()
