@@ -193,7 +193,7 @@ class StoppedBuckets(Buckets):
         super().charge(sender, num, StoppedBuckets.now)
 
 
-async def test_what_one_read_could_not_afford_is_read_by_later_ones(
+async def test_later_reads_get_the_records_that_one_read_could_not_afford(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manyhands.dht.rate_limit.Buckets", StoppedBuckets)

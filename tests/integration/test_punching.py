@@ -400,7 +400,7 @@ def test_two_clients_behind_symmetric_routers_are_connected_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("host", ["", "not an address", "127.0.0.1", "169.254.169.254", "224.0.0.1", "0.0.0.0"])
-def test_what_cannot_be_an_address_of_this_machine_is_ignored(host: str) -> None:
+def test_hosts_that_cannot_be_this_machine_are_ignored(host: str) -> None:
     view = OutsideView()
     assert not view.note(identity_of(1).peer_id, (host, 4000), ("192.168.0.2", 4000))
     assert view.router == "unknown"

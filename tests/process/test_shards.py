@@ -297,7 +297,7 @@ def be_refused(rank: int) -> None:
         say(refused=said, step=optimizer.global_step)
 
 
-def test_what_does_not_work_with_shards_is_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_options_that_do_not_work_with_shards_are_refused_with_what_to_write(tmp_path: Path) -> None:
     with job(be_refused, tmp_path) as both:
         for rank, said in enumerate(both.hear()):
             failed = "ConfigError: rank 0 failed: " if rank else "ConfigError: "

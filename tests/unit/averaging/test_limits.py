@@ -153,7 +153,7 @@ def test_a_fast_founder_counts_for_three_times_the_median_at_first() -> None:
     assert counted == [30.0, 30.0]
 
 
-def test_what_a_peer_has_earned_is_gone_once_it_is_at_fault_or_leaves() -> None:
+def test_a_peer_that_is_at_fault_or_leaves_loses_its_earned_weight() -> None:
     member = Standing(QUALIFYING, is_member=True, contributed=4000.0)
     roster = Roster({NAMES[3]: member} | {one: Standing(QUALIFYING, is_member=True) for one in NAMES[:3]})
     assert roster.earned(NAMES[3]) == 400.0

@@ -91,7 +91,7 @@ def test_all_of_a_change_is_sent_in_the_end() -> None:
     assert (total - change).norm() < 0.01 * change.norm()
 
 
-def test_what_was_not_sent_decays() -> None:
+def test_values_that_were_not_sent_decay() -> None:
     unsent = Unsent(Plan([Segment(0, 4096, Sparse(top=1, decay=0.5))]))
     values = torch.zeros(4096)
     values[0], values[1] = 8.0, 4.0

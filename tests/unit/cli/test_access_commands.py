@@ -349,7 +349,7 @@ def test_an_invitation_is_revoked_by_its_id_or_its_ticket(folder: Path, capsys: 
         assert own_id in Ledger(folder / "state").invitations.revoked
 
 
-def test_what_was_never_issued_is_not_revoked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_invitation_is_not_revoked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new_coordinator(folder)
     arguments = ["run", "revoke-invitation", "00" * 12]
     assert "was neither made nor used here" in complaint([*arguments, "--state-dir", "state"], capsys)
