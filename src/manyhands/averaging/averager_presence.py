@@ -193,7 +193,7 @@ class PresenceTracker(PeerRecords):
             self._go_to(self.leading())
 
     def move(self, manifest: RoundManifest) -> None:
-        """Go on from a committed round of this peer."""
+        """Go to the position after a committed round of this peer, unless it is in a grid."""
         if self._step is None:
             self._go_to(next_position(self.own.position, manifest))
 

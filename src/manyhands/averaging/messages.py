@@ -342,7 +342,7 @@ class Again(msgspec.Struct, frozen=True):
 
 
 NOBODY = b""
-"""The id of no group: a peer that is asked about it answers at once."""
+"""An id that no group has. A peer that is asked whether it is in that group answers at once: a ping."""
 
 
 class VerdictQuery(msgspec.Struct):

@@ -42,7 +42,8 @@ GOODBYE = "goodbye"
 KEEP_ALIVES = 3
 """Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
 NUM_PARTS = 5
-"""The number of last reads of a part from which the number of all peers is estimated: one for each holder."""
+"""The number of all peers is estimated from at most this many of the last partial reads. Each of them asks
+one of a key's five holders."""
 MAX_WALL_TIME = 1e11
 """Seconds since 1970: the year 5138."""
 

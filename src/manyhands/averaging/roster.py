@@ -81,11 +81,12 @@ QUALIFYING = 3
 GOOD_ROUNDS = 10
 """Complete rounds that take one fault away."""
 ROUNDS_PER_WEIGHT = 10
-"""A member may give in one round what it has contributed in this many: so its weight grows by a tenth in each."""
+"""A member's weight may be what it has contributed so far divided by this number, whatever the others give.
+So it can grow by a tenth in each round."""
 MAX_FAULTS = 2
-"""Faults are counted up to this number; a peer with so many is barred for some rounds after the last one."""
+"""The most faults that are counted. A peer with this number is barred for some rounds after its last fault."""
 BARRED_ROUNDS = 3
-"""A peer gets no place for so many rounds after a fault that is not its first one."""
+"""The number of rounds in which a peer gets no place after a fault that is not its first one."""
 MAX_MISSED = 8
 """Rounds in a row that a peer may miss before it leaves the roster."""
 MAX_FROZEN = 16
@@ -93,7 +94,7 @@ MAX_FROZEN = 16
 MEMORY = 16
 """The number of rounds that count as recent."""
 MEMBERS_FOR_TROUBLE = 16
-"""A run is calm with one troubled round in ``MEMORY``, and with one more for each this many members."""
+"""A run is calm with at most one troubled round among the recent ones, and one more for every 16 members."""
 MAX_FORMER = 256
 """Limit of the remembered members that have left: they still count where a run has split."""
 MAX_STANDINGS = 4096
@@ -426,7 +427,7 @@ class Roster(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, standings=standings)
 
     def _founded(self, founders: Collection[PeerId], attendance: Attendance, number: int) -> Roster:
-        """A roster whose members are the complete peers of a round; faults are not forgotten."""
+        """A new roster: the peers that were complete in a round are its members. Their faults are not forgotten."""
         standings = {
             peer_id: msgspec.structs.replace(standing, is_member=False)
             for peer_id, standing in self.standings.items()

@@ -37,7 +37,7 @@ class KeepingOptions:
     """Send the newest checkpoint to this repository of the Hugging Face Hub: OWNER/NAME, or the address of its page."""
 
     upload_interval: float = 3600.0
-    """Seconds from one such upload to the next."""
+    """Seconds from one upload of a checkpoint to the next."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.upload_interval <= 1e7:

@@ -12,7 +12,7 @@ from manyhands.cli.leaving import skip_libraries_at_exit
 logger = logging.getLogger(__name__)
 
 TRAINING = "manyhands.recipes.albert.training"
-"""It imports torch and transformers, which takes seconds."""
+"""The module to import in the background. It imports torch and transformers, which takes seconds."""
 
 _loading: threading.Thread | None = None
 _is_over = threading.Event()

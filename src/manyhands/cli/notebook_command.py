@@ -18,7 +18,7 @@ from manyhands.cli.options import what_cannot_be_installed
 from manyhands.version import __version__
 
 TEMPLATE = Path(__file__).parent / "notebooks" / "join.ipynb"
-"""The same file as ``examples/notebooks/join.ipynb``."""
+"""A copy of ``examples/notebooks/join.ipynb``."""
 DATA = "data"
 """The extra with all packages that a trainer needs for data at any address except S3."""
 S3 = "s3"

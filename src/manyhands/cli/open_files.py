@@ -7,7 +7,7 @@ import logging
 logger = logging.getLogger(__name__)
 
 ENOUGH = 1 << 16
-"""The soft limit where the hard one is infinite."""
+"""The soft limit that is set if the hard limit is infinite."""
 
 
 def raise_open_files_limit() -> None:

@@ -18,7 +18,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_PER_NETWORK = 2
-"""Two of five holders, so that one network never has a majority."""
+"""The most holders of a key in one network, if there are enough networks. A key has five holders, so no
+network has a majority of them."""
 
 
 @functools.lru_cache(maxsize=16384)

@@ -31,8 +31,8 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
 
 CROWDED = 2
-"""If the swarm is estimated to be this many times larger than the table, some peers are unknown. The estimate from ten
-neighbours is sometimes off by a third, so a smaller factor would be wrong too often."""
+"""If the swarm is estimated to be more than this many times as large as the table, some peers are unknown.
+The estimate from ten neighbours is sometimes off by a third, so a smaller number would be wrong too often."""
 
 
 class Contact(msgspec.Struct, frozen=True, gc=False):

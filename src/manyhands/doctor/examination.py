@@ -36,10 +36,10 @@ DIAL_BACK_TIMEOUT_S = 5.5
 SWARM_TIMEOUT_S = 5.0
 
 MAX_MET = 16
-"""Peers of the run that are connected to, those in client mode first."""
+"""The most peers of the run that the doctor connects to; those in client mode come first."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""Time to connect to one of them: half for its own addresses, half for relays."""
+"""Seconds to connect to one peer of the run: half for its own addresses, half for relays."""
 
 PUNCH_TIMEOUT_S = 3.0
 """Time in which a relayed connection is replaced by a direct one, if that is possible: one attempt."""
@@ -47,7 +47,7 @@ PUNCH_TIMEOUT_S = 3.0
 POLL_S = 0.05
 
 ALL_S = 14.0
-"""By then, the peers that are not connected to count as not reached."""
+"""Seconds from the start of the examination after which peers that are not connected count as not reached."""
 
 DHT_CONFIG = DhtConfig(join_timeout_s=4.0, lookup_timeout_s=4.0, request_timeout_s=2.0)
 

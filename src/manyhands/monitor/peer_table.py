@@ -21,11 +21,12 @@ from manyhands.optim.metrics import AccountRecord
 SILENT_S = 13.5
 """Seconds without a record after which a peer is gone. It publishes every 10 s, and less often in a crowd."""
 SILENT_SHARE = 0.45
-"""The same as a share of the lifetime of its records. It publishes three records in one lifetime."""
+"""Share of the lifetime of its records after which a silent peer is gone, if that is longer than
+``SILENT_S``. A peer publishes three records in one lifetime."""
 SHOWN_S = 3600.0
 """Seconds for which a peer that is gone or has left stays in the table."""
 MAX_GONE = 1000
-"""Most such peers in the table."""
+"""The most peers in the table that are gone or have left."""
 MAX_KNOWN = 50_000
 """Most peers whose names are kept. Beyond it, peers without credit are forgotten: anybody can make up new ids."""
 MAX_ALIKE = 5

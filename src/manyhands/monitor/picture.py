@@ -19,8 +19,9 @@ PeerState = Literal["training", "averaging", "gone", "left"]
 """A peer that said goodbye has ``left``. A peer that did not, and has published nothing for 15 s, is ``gone``."""
 
 Reachability = Literal["direct", "punched", "relayed", "client", "auxiliary"]
-"""A peer that others can dial is ``direct``. One that is connected to another of those that cannot be dialled is
-``punched`` if no relay is needed for that, else ``relayed``."""
+"""A peer that others can dial is ``direct``. One that they cannot dial is ``punched`` if it has a direct
+connection to another such peer, ``relayed`` if it needs a relay for that, else ``client``. An ``auxiliary``
+peer has no data."""
 
 EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "restarted"]
 

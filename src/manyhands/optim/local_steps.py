@@ -48,7 +48,7 @@ average was computed (arXiv:2501.18512, section 3.2)."""
 OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
 AGREED = "agreed"
-"""Key, in a checkpoint, of those agreed parameters that differ from the model's."""
+"""Key of agreed parameters in a checkpoint. Only those that differ from the model's parameters are saved."""
 
 
 def nesterov(params: Any) -> torch.optim.Optimizer:

@@ -39,7 +39,7 @@ LOOKED_AT = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 """After how many steps peers compare the learning rates of their schedules when they join. A schedule may be a function
 (``LambdaLR``), which cannot be compared itself."""
 RATES = f"learning rate after {', '.join(map(str, LOOKED_AT))} steps"
-"""The fact of the manifest that has these learning rates."""
+"""The fact of the manifest with the learning rates after ``LOOKED_AT`` steps."""
 MAX_DIFFERENT = 64
 """The largest number of different manifests that are decoded. A run has one, but strangers may publish thousands."""
 SHOWN_SIGNERS = 3

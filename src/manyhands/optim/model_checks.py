@@ -64,7 +64,7 @@ class LoopChecks:
                 self._held.add(index)
 
     def check_held(self) -> None:
-        """Raise ``ConfigError``, which says what to write, if batches were held since the last call of this method."""
+        """Raise ``ConfigError``, with what to write instead, if accelerate has held batches since the last call."""
         self._held.clear()
         if self._has_lost:
             self._has_lost = False

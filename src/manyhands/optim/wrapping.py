@@ -91,7 +91,7 @@ class Wrapping:
                     group.update({name: before[name]} if name in before else {})
 
     def begin(self) -> None:
-        """Take in that the wrapper is made: from now on nothing is put back."""
+        """Drop what :meth:`undo` would restore, once the wrapper is complete."""
         self._state, self._of_schedule = {}, {}
 
     def undo(self) -> None:
@@ -106,7 +106,7 @@ class Wrapping:
             self._schedule.load_state_dict(self._of_schedule)
 
     def end(self) -> None:
-        """Take in that the wrapper is closed: the parameters can be wrapped again."""
+        """End the reservation when the wrapper is closed: the parameters can be wrapped again."""
         self._free()
         if self._makes_schedule:
             groups = zip(self._optimizer.param_groups, self._groups, strict=True)

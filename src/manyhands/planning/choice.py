@@ -24,8 +24,8 @@ from manyhands.planning.measured import Constants
 from manyhands.planning.model import BITS, LITTLE, MEGA, Run, Step, all_steps, averaging_s_of, predict, rounded_up
 
 TIME_TO_SPARE = 2
-"""A round gets so many times the time that it should take: if most lines are too slow, it ends after half of its
-time."""
+"""The time limit of a round, in multiples of the time that it should take. It is 2, as a round ends after
+half of its limit if most lines are too slow."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ CODECS_OF: dict[Steps, tuple[str, ...]] = {
 LITTLE = 0.1
 """Averaging should take less than this share of the time."""
 LARGEST = 1e15
-"""Numbers beyond it, or so near to 0, are mistyped."""
+"""Larger numbers, and numbers below its inverse, count as mistyped."""
 DAY_S = 86_400
 BITS, MEGA, NANO = 8, 1e6, 1e-9
 

@@ -12,7 +12,7 @@ from manyhands.base.errors import Unavailable
 
 SERVER_PORT = 5351
 WAITS_S = (0.25, 0.5, 1.0)
-"""Seconds to wait for an answer, each time that a request is sent. RFC 6886, section 3.1, goes on for a minute."""
+"""Seconds to wait for an answer after each of three requests. RFC 6886, section 3.1, goes on for a minute."""
 
 LIFETIME_S = 7200
 """Lifetime of a mapping in seconds, as the RFC recommends."""

@@ -152,7 +152,7 @@ PER_HOST = Rate(burst=64, period_s=2.0)
 """Failed dials of addresses that others name, per host: an IP address, or a /64 of IPv6."""
 
 HEARD_IN_ALL = Rate(burst=1024, period_s=0.1)
-"""Failed dials of such addresses, for all hosts together."""
+"""Failed dials of addresses that others name, for all hosts together."""
 
 
 class HeardDials:

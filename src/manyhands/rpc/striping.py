@@ -26,7 +26,8 @@ RTT_OF_ONE_S = 0.025
 """Round trip per connection, in seconds: a link with a round trip of 100 ms gets four connections."""
 
 RTT_OF_ONE_BBR_S = 0.05
-"""The same with BBR, under which losses do not slow a connection down, and more connections only compete."""
+"""Round trip per connection with BBR, in seconds. Losses do not slow BBR down, and more connections only
+compete."""
 
 BYTES_OF_ONE = 1 << 20
 """Bytes per connection: for fewer, a further handshake does not pay."""

@@ -156,7 +156,7 @@ NUM_LOSSY = 2
 """Consecutive intervals with losses that lower the pace."""
 
 HELPED = 0.6
-"""Lowering the pace has helped if losses fell by at least ``1 - HELPED`` of what was expected."""
+"""Lowering the pace has helped if at most this share of the losses that it could avoid is left."""
 
 CHANCE = 1.5
 """Losses up to this multiple of the last random losses count as random too."""
@@ -305,7 +305,7 @@ INTERVAL_S = 4.0
 """Seconds after which the pace is updated; it is also updated at the end of a round."""
 
 FIRST_INTERVAL_S = 8.0
-"""The same before the first measurement: unpaced streams take longer to show the rate of the line."""
+"""Length of the first interval, in seconds: unpaced streams take longer to show the rate of the line."""
 
 MIN_FIRST_S = 6.0
 """Least length of the first interval, in seconds, if its round ends early."""

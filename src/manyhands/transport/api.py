@@ -170,7 +170,7 @@ OnStream = Callable[[Stream], Awaitable[None]]
 
 
 Pay = Callable[[int], Awaitable[None]]
-"""Called before so many bytes are forwarded; it waits to limit the rate."""
+"""Called with a number of bytes before they are forwarded; it waits to limit the rate."""
 
 
 class Listener(Protocol):

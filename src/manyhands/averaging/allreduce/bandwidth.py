@@ -22,12 +22,12 @@ from manyhands.averaging.messages import MAX_BANDWIDTH
 MIN_BYTES = 1 << 20
 """If a peer sent fewer bytes, the round does not show its bandwidth: most of the time went into round trips."""
 UNTESTED = 1.5
-"""A peer may have waited for others, so it is assumed to be able to send faster than it did, by this factor."""
+"""A peer may have waited for others, so it is assumed to be able to send this many times as fast as it did."""
 EPSILON = 1e-6
-"""A round counts as at least this many seconds long, also by a clock that did not move meanwhile."""
+"""The least duration of a round in seconds, as a coarse clock may not have moved during it."""
 NUM_ROUNDS = 3
-"""The estimate is the median of this many rounds; of two, the higher rate. An estimate that is too high costs one
-round, one that is too low slows all later rounds."""
+"""The estimate is the median rate of this many rounds; while there are only two, it is the higher one. An
+estimate that is too high costs one round, one that is too low slows all later rounds."""
 
 
 def needed_s(num_bytes: float, num_peers: int, rate: float) -> float:

@@ -316,7 +316,7 @@ class Butterfly:
                 yield bytes_of(self._flat_N[piece])
 
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
-        """Encoded chunks; one of a large span is valid until the next is requested."""
+        """Encoded chunks. Those of a large span share a buffer, so each is valid until the next is requested."""
         buffer = torch.empty(0, dtype=torch.uint8)
         for chunk, place in zip(self.partition.chunks[reducer], self.partition.places[reducer], strict=True):
             num_bytes = place.stop - place.start

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 ENOUGH = 3
-"""The fewest members among whom there is a majority to follow: fewer have their plain mean."""
+"""The fewest members for centered clipping. Fewer have no majority to follow, and get their plain mean."""
 ROUNDS = 3
 """From the median, further rounds change nothing that matters (``benchmarks/liars.py``)."""
 FARTHEST = 1e6

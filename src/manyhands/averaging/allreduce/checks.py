@@ -35,7 +35,8 @@ ROUNDING = 1e-4
 SMALLEST_PRODUCT = 2.0**-126
 """Smaller products of two values are rounded, in some processes to 0."""
 CLOSE = 0.1
-"""Of a codec with a smaller error a member compares its values; with a larger one it encodes and decodes them again."""
+"""The largest error of a codec with which a member uses its own values as they are for the checks. With a
+larger error it first encodes and decodes them, so that they are as the reducer got them."""
 
 LEAVES_OUT = "leave out the values that this peer has sent"
 OTHER_VALUES = "do not fit the values that this peer has sent"

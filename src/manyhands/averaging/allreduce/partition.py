@@ -42,7 +42,7 @@ CHUNKS_OF_VECTOR = 16
 """A vector has about this many chunks, unless they would be small. While one chunk is reduced, others are on the way:
 more chunks cost more calls, and fewer leave too little to overlap."""
 MIN_CHUNKS_OF_SPAN = 3
-"""A vector with many reducers has more chunks: about this many for each of them."""
+"""With many reducers a vector has more chunks than that: about this many per reducer."""
 
 MIN_CHUNK_NUMEL = 1 << 18
 """Smaller chunks are not worth the calls."""
@@ -107,7 +107,8 @@ def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
 
 
 LEAST_UNITS = 16
-"""Spans are rounded to whole codec units if each has this many: so no length changes by a sixteenth or more."""
+"""Spans are rounded to whole codec units if each has at least this many units. So rounding changes no length
+by a sixteenth or more."""
 
 
 def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:

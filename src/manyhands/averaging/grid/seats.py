@@ -47,7 +47,8 @@ GRID_ABOVE = 0.625
 ONE_GROUP_UP_TO = 0.75
 """A grid becomes one group if it has at most ``max_group_size`` peers times this share."""
 MAX_ROUNDS_AGO = 64
-"""A cell is computed for at most this many rounds: a peer whose seat is of an earlier round takes a new cell."""
+"""A peer's cell in another round is computed from its seat if the two rounds are at most this far apart. A
+peer with an older seat takes a new cell."""
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -36,11 +36,11 @@ from manyhands.base.identity import PeerId
 MAX_HALVINGS = 4
 """Patience is at least a sixteenth of the matchmaking time."""
 BATCH_MARGIN = 1.25
-"""A batch may take this factor longer than it usually does."""
+"""A batch may take up to this many times its usual time."""
 LEAST_SHARE = 0.25
 """A leader waits for members for at least this share of its patience, from when it began to lead."""
 GUEST_SHARE = 0.1
-"""Guests are waited for this share of the time of a step, after recent trouble of any kind."""
+"""After recent trouble of any kind, guests are waited for during this share of the time of a step."""
 
 
 def patience_s(full_s: float, num_troubled: int, num_failed: int = 0, batch_s: float = 0.0) -> float:

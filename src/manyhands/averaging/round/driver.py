@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_VERDICTS = 16
 """Number of rounds whose verdicts are kept: more than can follow within the time in which members may ask."""
 CALLS_TO_LEADER = 3
-"""After this many failed calls in a row a leader counts as lost, although it can be reached."""
+"""After this many failed calls in a row a leader counts as lost, even if it can be reached."""
 
 
 class RoundDriver:

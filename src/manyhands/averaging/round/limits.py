@@ -89,16 +89,20 @@ CLIP_RATIO = 2.0
 """Values count for at most this multiple of the usual norm: in ordinary steps of honest peers nobody is over it
 (``benchmarks/unlike_data.py``, docs/adr/0046)."""
 MAX_RATIO = 10.0
-"""In a later round of a grid a mean of some group may have a norm so many times the usual one: it is nearly 0 where the
-values of a group cancel."""
+"""Limit of the norm of a group's mean in a later round of a grid, in multiples of the usual norm. These norms
+differ widely: where the values of a group cancel, its mean is nearly 0."""
 MAX_BEYOND = 1.1
-"""The norm that reducers measure may be so many times the one that was said: codecs change values a little."""
+"""Limit of the norm that reducers measure, in multiples of the norm that the member has said: codecs change
+values a little."""
 LEAST_RATIO = 2.0**-64
-"""Of a weight to the median: smaller ones count as this, as quotients of them may be infinite."""
+"""The least ratio of a weight to the median. Smaller ratios count as this one, as their inverse may be
+infinite."""
 LEAST_SCALE = 2.0**-400
-"""Smaller scales count as this, so that none is 0: of the largest norm that can be said, next to nothing is left."""
+"""The least factor by which values are scaled down, so that none is 0. It leaves next to nothing of any norm
+that a member can say."""
 ENOUGH = 3
-"""So many say what is usual, at least: of two, the median is their mean, which one of them can move at will."""
+"""The fewest members that say what is usual. The median of two is their mean, which one of them can move at
+will."""
 
 
 def limited(group: Group, limits: MemberLimits, roster: Roster | None = None, *, clips: bool = False) -> Group:
@@ -183,10 +187,10 @@ def capped_weights(
 
 
 def _earned_weights(weights: Sequence[float], counted: Sequence[float], earned: Sequence[float]) -> dict[int, float]:
-    """The weights of those that have earned more than they count for, cut down to a share of all.
+    """By rank, the weights of members that have earned more than their cap: together at most a third of the group.
 
-    Nobody checks that a member has computed what it says. So a patient liar earns, too, and this bounds what it can do:
-    values that are reversed and ``CLIP_RATIO`` times as large then cancel those of the others at most.
+    Nobody checks that a member has computed what it says, so a patient liar earns weight, too. The third bounds what it
+    can do: values that are reversed and ``CLIP_RATIO`` times as large can at most cancel those of the others.
     """
     given = {rank: min(weights[rank], most) for rank, most in enumerate(earned) if weights[rank] > counted[rank]}
     above = {rank: weight for rank, weight in given.items() if weight > counted[rank]}

@@ -56,7 +56,8 @@ PACE_KNOWN_SHARE = 0.5
 OVERDUE_SHARE = 0.65
 """After this share of a round's time, all reducers have gone on without the members that were too slow."""
 MARGIN = 1.5
-"""A reducer may take this factor longer than another one, in proportion to the sizes of their spans."""
+"""A reducer may take up to this many times as long as another one, and longer in proportion if its span is
+larger."""
 ROUND_TRIPS = 10
 """A hurried member has the time of this many round trips for its stream: half of it for a dial, which takes three, and
 half to be asked to dial back, which takes five."""

@@ -32,7 +32,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MONITOR = "monitor"
 """Name of the monitor's process, and its command."""
 LYING = "manyhands.cli.demo.liar"
-"""The program that lies and else is ``manyhands``."""
+"""The module that the lying trainer runs, in place of ``manyhands``. It does the same but for the lie."""
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 180.0

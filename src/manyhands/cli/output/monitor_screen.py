@@ -36,9 +36,9 @@ MAX_TEXT = 500
 """Most characters of a text that are shown."""
 MAX_MARKS = 2
 """Most combining marks on one character: more would cover the rows above and below."""
-MAX_LOG_ROWS = 3
+MAX_ROWS_PER_LINE = 3
 """Most rows of one log line."""
-MOST_LOG_ROWS = 9
+MAX_LOG_ROWS = 9
 """Most rows of all log lines together."""
 LATE_S = 10.0
 MAX_AGO_S = 1e9
@@ -73,7 +73,7 @@ def screen_of(
     head = [_title(picture), _progress(picture, now), _numbers(picture, inner)]
     foot = _foot(footer, inner)
     losses = [point.loss for point in points if point.loss is not None and abs(point.loss) < MAX_LOSS]
-    num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
+    num_log_rows = len(_log_rows(log, inner, MAX_LOG_ROWS, now))
     wants = {  # by priority: the last ones are left out first
         "head": Want(min(2, height), len(head), math.inf),
         "log": Want(2, 1 + num_log_rows, 2) if num_log_rows else None,
@@ -293,7 +293,7 @@ def _log_rows(log: Sequence[logging.LogRecord], width: int, num_rows: int, now: 
     drawn: list[tuple[float, list[Text]]] = []
     for record in [*reversed(warnings[-num_rows:]), *reversed(others[-num_rows:])]:
         if num_rows > 0:
-            rows = _log_line(record, width, min(num_rows, MAX_LOG_ROWS), now)
+            rows = _log_line(record, width, min(num_rows, MAX_ROWS_PER_LINE), now)
             drawn.append((record.created, rows))
             num_rows -= len(rows)
     drawn.sort(key=lambda pair: pair[0])

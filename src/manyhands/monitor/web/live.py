@@ -8,7 +8,8 @@ from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPictur
 from manyhands.monitor.web.source import thinned
 
 FINER = 10
-"""Times as many points are read as are shown, so that held-out losses, which few points have, are not lost."""
+"""Points that are read for each one that is shown. Few points have a held-out loss: a shown point takes it
+over from one of those that it stands for."""
 
 
 class MonitorSource:

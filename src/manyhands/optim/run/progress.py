@@ -49,7 +49,8 @@ NEWS_SHARE = 0.1
 NEWS_SPEED = 0.2
 """A peer publishes when its speed has changed by more than this share of the published one."""
 NEWCOMERS = 3
-"""So many peers may join before the records are read again; in a larger run ``NEWCOMERS_SHARE`` of its peers may."""
+"""Number of peers that may join before the records are read again; in a larger run it is ``NEWCOMERS_SHARE``
+of its peers."""
 NEWCOMERS_SHARE = 0.2
 LOOKS_AHEAD = 16
 """Number of instants at which :meth:`View.arrives_in_s` predicts the others' samples."""
@@ -65,8 +66,8 @@ minute, it is 0.7 to 1.5 kB/s."""
 NUM_LEADERS = 8
 """The number of next leaders whose records are read beside a sample, as several in a row may be gone."""
 MAX_SHARE = 8.0
-"""In a sample no peer counts for more than this many times the median peer. So one record moves the sum of a sample of
-k peers by at most about ``MAX_SHARE`` / k."""
+"""In a sample a peer counts for at most this many times as much as the median peer. So one record moves the
+sum of a sample of k peers by at most about ``MAX_SHARE`` / k."""
 MAX_COUNT = 2**53
 """The largest number of samples: all integers up to it are exact as floats."""
 MAX_SPEED = 1e9

@@ -276,7 +276,7 @@ class RunMachine:
                 return [Decide(Decision.ACCUMULATE)]
 
     def _first(self, stage: Stage, action: Action) -> list[Action]:
-        """Enter a stage: carry this action out before the decision."""
+        """Enter a stage and order its action; the decision follows when the action is done."""
         self.stage = stage
         return [action]
 

@@ -44,8 +44,8 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 IDLE_BATCHES = 5
-"""A trainer counts as idle, and is no longer published, after the time of so many of its batches without a new sample,
-at least ``IDLE_S``."""
+"""A trainer without a new sample for this many batch times (at least ``IDLE_S``) is idle, and no longer
+published."""
 MIN_STRANGERS = 64
 """Once this peer has made a step in one group, at most this many peers outside of the roster count, or as many as there
 are in the roster: a run may double with each step (docs/adr/0062-a-run-may-double.md)."""
@@ -55,7 +55,8 @@ OVERDUE_SHARE = 0.2
 """Share of the time of a step after which a member of a large run no longer relies on its prediction, which is off by
 about 5% (docs/adr/0048-a-sample-of-the-records.md)."""
 OTHERS_PATIENCE = 3
-"""How many times as long all but the next leaders wait for a call: a read of all by each is what they save."""
+"""Members that are not among the next leaders wait this many times as long for a call before they read all
+records. A leader's call by then saves them that."""
 CALLED_SHARE = 0.5
 """Share of the target that this peer itself must predict before another peer's call makes a step due. Less than all, as
 this peer may have read the others' records too early. More than none, so that no peer can force steps without samples.

@@ -39,7 +39,8 @@ COPIED_BYTES = 16 << 20
 MAX_BYTES_PER_VALUE = 64
 """The largest size of all statistics together, per value of the parameters: sixteen float32 numbers."""
 MORE_BYTES = 16 << 20
-"""The size that is allowed on top of that, for small models: the matrices of Shampoo, say, are large beside a bias."""
+"""Bytes of statistics that are allowed beyond ``MAX_BYTES_PER_VALUE``, for small models: the matrices of
+Shampoo, say, are large beside a bias."""
 MAX_STATISTICS = 256
 """The largest number of tensors per parameter, on average: some optimizers have a few for each block of a matrix."""
 MAX_DIMENSIONS = 32

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _BFLOAT16_CAPABILITY = (8, 0)
 """Compute capability from which NVIDIA's GPUs have units for bfloat16 (Ampere). Older ones emulate it slowly."""
 _FLOAT16_CAPABILITY = (7, 0)
-"""Compute capability from which they have units for float16 (Volta)."""
+"""Compute capability from which NVIDIA's GPUs have units for float16 (Volta)."""
 
 SMALLER_BATCH = (
     "give a smaller --batch-size, with --gradient-accumulation-steps if it gets very small, or --precision float16"

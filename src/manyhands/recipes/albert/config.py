@@ -95,7 +95,7 @@ class AlbertRecipe:
     """Global steps until the learning rate has fallen to zero."""
 
     local_steps: bool = False
-    """Each peer trains alone and averages once in target_batch_size samples of the run, for slow links."""
+    """For slow links: each peer trains by itself, and all average once in target_batch_size samples of the run."""
 
     max_group_size: int = 256
     """A run with more peers than this averages in a grid of groups."""

@@ -14,7 +14,7 @@ from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.summary import HeldoutLosses
 
 PART_SIZE = 8
-"""Most samples computed at once. A final comparison that has little time computes at least so many."""
+"""Most samples computed at once. Long samples are computed in smaller parts; see ``PART_TOKENS``."""
 PART_TOKENS = 1024
 """Most tokens computed at once: two samples of 512 take 200 MB beside ALBERT large, in float32 on a CPU."""
 

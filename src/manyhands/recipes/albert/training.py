@@ -42,7 +42,8 @@ LAST_LOOK_S = 1.0
 TRIAL_SHARE = 4
 """The trial chooses batches of at most one part in four of the target, since peers wait for each other's last batch."""
 LOCAL_TRIAL_SHARE = 64
-"""The same with local steps: each peer must make at least one batch before the target, and should make many."""
+"""With local steps, the trial chooses batches of at most one part in 64 of the target: each peer must make at
+least one batch before the target, and should make many."""
 
 
 class AlbertTrainer:

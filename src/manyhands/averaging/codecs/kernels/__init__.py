@@ -30,7 +30,8 @@ at its start and 90 MB for good (docs/adr/0050)."""
 CODECS = ("int8", "fp16", "none")
 
 loaded: dict[str, ModuleType | None] = {}
-"""The kernels of this process, by codec; None where they cannot be had. Empty until they are needed."""
+"""The kernels of this process, by codec; None for a codec whose kernels cannot be compiled here. Empty until
+some are needed."""
 
 
 def prepare(numel: int, codec: str) -> None:

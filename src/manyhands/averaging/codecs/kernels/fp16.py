@@ -27,7 +27,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
 )
 
 INLINED = "32aceb73819d"
-"""Digest of other files; see the module for int8."""
+"""Digest of the other files whose code is compiled into these kernels; see ``INLINED`` of int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
 PIECE_BYTES = SCALE_BYTES + 2 * PIECE_NUMEL

@@ -21,7 +21,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
 )
 
 INLINED = "32aceb73819d"
-"""Digest of other files; see the module for int8."""
+"""Digest of the other files whose code is compiled into these kernels; see ``INLINED`` of int8."""
 ROW_NUMEL = 1056
 """Values that are averaged at a time: rows of a few members fit into the processor's first cache. A piece of means, as
 it is received (``PIECE_NUMEL``), has 62 rows."""

@@ -54,7 +54,7 @@ from manyhands.recipes.albert.packages import transformers
 logger = logging.getLogger(__name__)
 
 VALIDATION_PERIOD = 50
-"""If the text has no validation split, one of this many documents is kept for it, beginning with the second one."""
+"""If the text has no validation split, one document in 50 is kept for it, beginning with the second one."""
 HUB_TIMEOUT_S = 10.0
 CHUNK_CHARS = 200_000
 """Least number of characters in a chunk, which takes a process about a third of a second."""

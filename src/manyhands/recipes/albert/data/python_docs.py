@@ -38,7 +38,7 @@ _CO_HAS_DOCSTRING = 0x4000000
 """Flag of functions with a docstring from Python 3.14 on. Before, the first constant is the docstring or None."""
 
 _DOCSTRING_WITHIN = 16
-"""The code of a class or module sets its docstring in one of this many first instructions."""
+"""The code of a class or module sets its docstring within this many instructions from its start."""
 
 _MIN_WORDS = 8
 _MIN_PLAIN_SHARE = 0.8
