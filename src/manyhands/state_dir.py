@@ -56,7 +56,7 @@ class StateDir:
         except FileNotFoundError:
             pass
         except (ConfigError, OSError) as error:
-            logger.warning("the known peers in %s are ignored: %s; the file will be replaced", self.peers_path, error)
+            logger.warning("The known peers in %s are ignored: %s; the file will be replaced", self.peers_path, error)
         return KnownPeers()
 
     def save_peers(self, raw: bytes) -> None:
@@ -88,7 +88,7 @@ class StateDir:
             draft.write_bytes(raw)
             draft.replace(path)
         except OSError as error:
-            logger.warning("cannot write %s: %s", path, error.strerror)
+            logger.warning("Cannot write %s: %s", path, error.strerror)
         finally:
             self._writing.release()
 

@@ -185,7 +185,7 @@ class Siege:
         key.unlink()
         monitor = self.start(ATTACKER, "another", *command)
         newcomer = self.come()
-        for number, process, joins in ((ATTACKER, monitor, "as peer"), (NEWCOMER, newcomer, "joined the DHT")):
+        for number, process, joins in ((ATTACKER, monitor, "as peer"), (NEWCOMER, newcomer, "Joined the DHT")):
             process.wait_for(joins)
             self.machines.plug(number, is_in=False)
         time.sleep(CUT_S)

@@ -354,7 +354,7 @@ def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, ca
             assert torch.equal(parameter, before + change)
             change = 0.0
         if num_liars == 1:
-            assert f"Peer {trainers[0].peer.peer_id} sent another state of step 1 than the majority has" in caplog.text
+            assert f"Peer {trainers[0].peer.peer_id} sent a state of step 1 that is not the majority's" in caplog.text
         else:
             assert "is not what the majority published. It is used" in caplog.text
 

@@ -354,7 +354,7 @@ async def test_upkeep_that_fails_is_seen(
     async with time_limit(PATIENCE_S, "waiting for the upkeep"):
         await failed.wait()
     await asyncio.sleep(0)
-    assert "background task 'dht: upkeep' failed" in caplog.text
+    assert "Background task 'dht: upkeep' failed" in caplog.text
 
 
 async def test_a_closed_node_serves_no_more(swarm: Swarm) -> None:

@@ -177,7 +177,7 @@ async def test_a_donor_that_sends_wrong_chunks_is_named_and_the_rest_comes_from_
         assert state.donors == (donor.peer_id,)
         assert list(named) == [liar.peer_id]
         assert "does not match the digest of it" in named[liar.peer_id]
-        assert f"the state cannot be loaded from peer {liar.peer_id}" in caplog.text
+        assert f"The state cannot be loaded from peer {liar.peer_id}" in caplog.text
         assert "does not match the digest of it" in caplog.text
 
 

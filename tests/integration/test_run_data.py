@@ -122,7 +122,7 @@ def test_other_text_is_used_on_request_and_with_a_warning(
     assert chosen(RunData("another digest", (host.url,)), any_text=any_text, **given) == given
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "Run 'run' trains on data with digest another dige, and this peer on other data: " in record.message
+    assert "digest another dige. As asked, this peer trains on other data: " in record.message
     assert not host.requests
 
 

@@ -147,7 +147,7 @@ def test_a_damaged_file_is_one_warning(tmp_path: Path, content: bytes, caplog: p
         assert len(caplog.record_tuples) == 1
         name, level, text = caplog.record_tuples[0]
         assert (name, level) == ("manyhands.state_dir", logging.WARNING)
-        assert text.startswith(f"the known peers in {path} are ignored: it ")
+        assert text.startswith(f"The known peers in {path} are ignored: it ")
         manyhands.Peer(peer.addresses, listen=LOOPBACK).close()
     assert msgspec.json.decode(path.read_bytes())["version"] == VERSION, "it was written anew"
 

@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_does_not_stop_the_training(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for step in (1, 2, 3):
-        assert f"the checkpoint of step {step} was not saved" in trainer.output
+        assert f"The checkpoint of step {step} was not saved" in trainer.output
     assert f"the model of step 3 was not saved in {tmp_path}" in trainer.output.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "Traceback" not in trainer.output

@@ -92,7 +92,7 @@ def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive:
         line = newcomer.output.strip().splitlines()[-1]
         assert "data/tokenizer/tokenizer.json: tokenizer " in line
         assert "is not that of run 'x'" in line
-        assert "Run 'x' trains on the documentation that comes with Python, and this peer on other" in newcomer.output
+        assert "comes with Python. As asked, this peer trains on other" in newcomer.output
         assert "Loading PyTorch" not in newcomer.output
         assert [path.name for path in folder.iterdir()] == ["data"]
 

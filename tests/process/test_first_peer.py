@@ -64,7 +64,7 @@ def test_a_first_peer_accepts_peers_and_logs_its_standing(tmp_path: Path) -> Non
 
 def test_a_first_peer_that_reaches_nobody_says_so_and_begins_alone() -> None:
     with running("first-peer", "--listen", LOOPBACK, "--initial-peers", "127.0.0.1:1") as first:
-        first.wait_for("no peer answers (initial peers: 1, peers seen before: 0); this peer begins alone")
+        first.wait_for("No peer answers (initial peers: 1, peers seen before: 0); this peer begins alone")
         first.wait_for("records held")
 
 

@@ -380,7 +380,7 @@ def test_on_a_full_disk_the_training_goes_on(tmp_path: Path, caplog: pytest.LogC
             assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-3"]
 
     assert alone(train).optimizer.global_step == 3
-    assert [f"the checkpoint of step {step} was not saved" in caplog.text for step in (1, 2, 3)] == [True, True, False]
+    assert [f"The checkpoint of step {step} was not saved" in caplog.text for step in (1, 2, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("is_in_several_files", [False, True])

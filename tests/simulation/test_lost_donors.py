@@ -165,7 +165,7 @@ def test_a_leaving_donor_waits_up_to_its_limit_or_until_it_is_told_again(
     finally:
         is_hurried.clear()
     assert have_it == [False]
-    assert f"peer {lost.swarm.world.identity(NEWCOMER).peer_id} has not got all of the state" in caplog.text
+    assert f"is still being downloaded by peer {lost.swarm.world.identity(NEWCOMER).peer_id}" in caplog.text
 
 
 @pytest.mark.long

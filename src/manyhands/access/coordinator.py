@@ -241,8 +241,8 @@ class Coordinator:
         self._twin.seen(record.began_at, now + min(stored.remaining_s - RECORD_TTL_S, 0.0), now)
         if self._twin.is_older and not was_older:
             logger.error(
-                "If nobody has copied a folder, somebody else has the key of this coordinator, and can give leases and "
-                "ban peers: create a charter of run %s that names another coordinator",
+                "If you have not copied the folder of this coordinator, somebody else has its key, and can give leases "
+                "and ban peers: in that case create a charter of run %s that names another coordinator",
                 self._charter.run_id,
             )
         return record.began_at != self._began_at

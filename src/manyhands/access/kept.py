@@ -41,7 +41,7 @@ class KeptLease:
             pass
         except (OSError, *UNREADABLE) as error:
             logger.warning(
-                "cannot read the lease in %s: %s; this peer asks a coordinator for a new one", self._path, error
+                "Cannot read the lease in %s: %s; this peer asks a coordinator for a new one", self._path, error
             )
         return None
 
@@ -71,7 +71,7 @@ class KeptLease:
             write_whole(self._path, msgspec.msgpack.encode(content))
         except OSError as error:
             logger.warning(
-                "cannot save the lease in %s: %s; after a restart this peer has to ask a coordinator again",
+                "Cannot save the lease in %s: %s; after a restart this peer has to ask a coordinator again",
                 self._path,
                 error.strerror,
             )

@@ -126,7 +126,7 @@ class Members:
         try:
             await self._look()
         except Unavailable as error:
-            logger.warning("cannot read the bans of run %s yet: %s; trying again", run_id, error)
+            logger.warning("Cannot read the bans of run %s yet: %s; trying again", run_id, error)
         self._tasks.spawn(self._keep_up(), name="leases and bans")
 
     async def enter(self, credential: bytes = b"") -> None:

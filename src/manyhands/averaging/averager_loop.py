@@ -250,4 +250,4 @@ class AveragerLoop:
             async with time_limit(timeout_s, "reading who averages"):
                 await self.tracker.refresh()
         except ManyhandsError as error:
-            logger.info("the records of the others cannot be read: %s", error)
+            logger.info("The records of the others cannot be read: %s", error)

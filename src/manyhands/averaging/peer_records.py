@@ -277,7 +277,7 @@ class PeerRecords:
         except msgspec.ValidationError as error:
             if not is_own:
                 self._endpoint.counters["bad_records"] += 1
-                logger.warning("the record of peer %s cannot be read: %s", peer_id, error)
+                logger.warning("The record of peer %s cannot be read: %s", peer_id, error)
             return
         known = self._seen.get(peer_id)
         if record == GOODBYE:  # however it was encoded
@@ -370,7 +370,7 @@ class PeerRecords:
             value = msgspec.to_builtins(record, builtin_types=(bytes,))
             num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
-            logger.warning("the record of this peer under %s was not published: %s", self._key, error)
+            logger.warning("The record of this peer under %s was not published: %s", self._key, error)
         self.num_failures = 0 if num_holders else self.num_failures + 1
         if not num_holders:
             self.published = None

@@ -168,7 +168,7 @@ def _keep_to_owner(path: Path) -> None:
                 f"be changed ({error.strerror}); its owner must run: chmod 600 {path}"
             ) from error
         logger.warning(
-            "identity file %s can be read by other users of this machine (mode %o), who can act as this peer; its "
+            "Identity file %s can be read by other users of this machine (mode %o), who can act as this peer; its "
             "owner should run: chmod 600 %s",
             path,
             mode,
@@ -176,7 +176,7 @@ def _keep_to_owner(path: Path) -> None:
         )
         return
     logger.warning(
-        "identity file %s was open to other users of this machine (mode %o) and is now readable by its owner only; if "
+        "Identity file %s was open to other users of this machine (mode %o) and is now readable by its owner only; if "
         "somebody may have copied it, make a new key (a peer: delete the file; a run's owner: move the key and the "
         "charter away, and make new ones with manyhands run create)",
         path,

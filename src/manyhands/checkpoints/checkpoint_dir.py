@@ -420,7 +420,7 @@ def _read_intact(path: Path) -> CheckpointInfo | None:
     """The description of a checkpoint; None, with a warning, if it is damaged."""
     faults = [f"{name} {fault}" for name, fault in faults_in(path).items() if fault]
     if faults:
-        logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(faults))
+        logger.warning("Checkpoint %s is damaged (%s); it is not used", path, ", ".join(faults))
         return None
     return read_checkpoint_info(path)
 

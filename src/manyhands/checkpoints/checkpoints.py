@@ -192,7 +192,7 @@ class Checkpoints:
                 self._optimizer.settle()
             except Timeout as error:
                 self._tried_step = self._optimizer.global_step
-                logger.warning("no checkpoint is saved now: %s", error)
+                logger.warning("No checkpoint is saved now: %s", error)
                 return
             step = self._tried_step = self._optimizer.global_step
             if step <= self._saved_step:
@@ -244,7 +244,7 @@ def save_checkpoint(
             save_state(state, draft)
     except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
         path = folder.of_step(global_step)
-        logger.warning("the checkpoint of step %d was not saved as %s: %s", global_step, path, reason_of(error))
+        logger.warning("The checkpoint of step %d was not saved as %s: %s", global_step, path, reason_of(error))
         return None
     return folder.of_step(global_step)
 

@@ -62,7 +62,7 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
             finding = find_runs(peer.dht, run_id, peer.presence.signed_manifests())
             runs = peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
         except Unavailable as error:
-            logger.warning("cannot read the records of the runs: %s; trying again", error)
+            logger.warning("Cannot read the records of the runs: %s; trying again", error)
         trained = [run for run in runs if run.is_trained and run_id in (None, run.run_id)]
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")

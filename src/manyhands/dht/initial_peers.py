@@ -113,13 +113,13 @@ class InitialPeers:
         if reached is not None:
             await self._look_through([reached], deadline)
             known = counted(len(self._overlay.table), "peer")
-            logger.info("joined the DHT; %s in the table", known)
+            logger.info("Joined the DHT; %s in the table", known)
             return
         if addresses and must_join and not any(f.reason is DialReason.ITSELF for f in failures.values()):
             raise JoinFailed([failures[str(address)] for address in addresses])
         if self._peers or len(self._known):
             logger.warning(
-                "no peer answers (initial peers: %d, peers seen before: %d); this peer begins alone, and keeps trying",
+                "No peer answers (initial peers: %d, peers seen before: %d); this peer begins alone, and keeps trying",
                 len(self._peers),
                 len(self._known),
             )
@@ -278,7 +278,7 @@ class InitialPeers:
         except PeerError as error:
             return self._failed(address, DialFailed(str(address), DialReason.REJECTED, str(error)))
         if self._told.pop(address, None) is not None:
-            logger.info("initial peer %s answers now", address)
+            logger.info("Initial peer %s answers now", address)
         self._peers[address] = peer_id
         self._answered_at[peer_id] = loop.time()
         self._overlay.seen(peer_id)
@@ -289,5 +289,5 @@ class InitialPeers:
             self._peers.pop(address, None)
         elif not self._is_joining and self._told.get(address) is not failure.reason:
             self._told[address] = failure.reason
-            logger.info("initial peer %s; trying again", failure)
+            logger.info("Initial peer %s; trying again", failure)
         return failure

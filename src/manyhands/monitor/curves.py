@@ -199,11 +199,11 @@ class WandbSink:
         except Exception as error:  # wandb raises errors of many kinds when its server is not reached
             if mode == "offline":
                 raise
-            logger.warning("wandb cannot be reached (%s): the curves are written offline", reason_of(error))
+            logger.warning("The curves are written offline, as wandb cannot be reached: %s", reason_of(error))
             self._run = self._begin("offline")
         self._run.define_metric("*", step_metric="step")  # held-out losses arrive later than their step
         if mode == "disabled":
-            logger.info("wandb is disabled: it gets no curves")
+            logger.info("No curves go to wandb, which is disabled")
         elif url := (None if self._run.offline else self._run.url):
             logger.info("The curves are at %s", url)
         else:

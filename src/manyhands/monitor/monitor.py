@@ -203,7 +203,7 @@ class RunMonitor:
                 await self._aggregate()
                 delay_s = min(delay_s, max(self._aggregator.silence_due_s, SILENCE_STEP_S))
             except ManyhandsError as error:
-                logger.warning("cannot read the records of the run: %s; trying again", error)
+                logger.warning("Cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
 
     def _tell_that_nobody_trains(self) -> None:

@@ -151,7 +151,7 @@ class BlockingRunClient:
         with delay_exit(timeout_s):
             while followers := self._call("looking who downloads the state", self._collaboration.followers):
                 if self._peer.time() >= deadline or is_hurried.is_set():
-                    logger.warning("Leaving, though peer %s has not got all of the state", ", ".join(followers))
+                    logger.warning("Leaving, but the state is still being downloaded by peer %s", ", ".join(followers))
                     return False
                 if not has_told:
                     has_told = True

@@ -243,7 +243,7 @@ class ManifestKeeper:
                 ):  # with an owner, only the manifest that it signed counts
                     await self._look_for_others()
             except ManyhandsError as error:
-                logger.warning("the run manifest was not renewed: %s", error)
+                logger.warning("The run manifest was not renewed: %s", error)
 
     async def _look_for_others(self) -> None:
         """Warn once if other peers train a run of the same name with other settings."""

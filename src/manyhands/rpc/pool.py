@@ -291,4 +291,4 @@ def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> Non
         try:
             callback(peer_id)
         except Exception:
-            logger.exception("a callback about peer %s failed", peer_id)
+            logger.exception("A callback about peer %s failed", peer_id)

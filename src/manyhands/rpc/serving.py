@@ -185,7 +185,7 @@ class Serving:
         if isinstance(error, ManyhandsError):
             return _failure(request, "unavailable", str(error))
         self._counters["handler_errors"] += 1
-        logger.error("serving %s for peer %s failed", request.method, self._stream.remote, exc_info=error)
+        logger.error("Serving %s for peer %s failed", request.method, self._stream.remote, exc_info=error)
         return _failure(request, "internal", "the call failed inside the peer; its log says why")
 
     async def _deliver(self, request: Request, frame: bytes) -> None:

@@ -49,7 +49,7 @@ class LoopThread:
         if tasks:
             _, stuck = self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S))
             for task in stuck:
-                logger.error("task %r did not end within %.3g s of its cancellation", task.get_name(), CANCEL_TIMEOUT_S)
+                logger.error("Task %r did not end within %.3g s of its cancellation", task.get_name(), CANCEL_TIMEOUT_S)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()  # does not wait for executor jobs: some can hang, and none can be interrupted
 
@@ -95,4 +95,4 @@ class LoopThread:
             self._is_closing = True
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("the network thread did not end within %.3g s", CLOSE_TIMEOUT_S)
+            logger.error("The network thread did not end within %.3g s", CLOSE_TIMEOUT_S)

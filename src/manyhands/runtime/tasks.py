@@ -61,7 +61,7 @@ class TaskOwner:
         self._cancelled.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        logger.error("background task %r failed", task.get_name(), exc_info=error)
+        logger.error("Background task %r failed", task.get_name(), exc_info=error)
         if self._on_failure is not None:
             self._on_failure(error)
 
@@ -74,5 +74,5 @@ class TaskOwner:
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=timeout_s)
             for task in stuck:
-                logger.error("background task %r did not end within %.3g s of its cancellation",
+                logger.error("Background task %r did not end within %.3g s of its cancellation",
                              task.get_name(), timeout_s)  # fmt: skip

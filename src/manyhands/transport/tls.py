@@ -70,7 +70,7 @@ class TlsListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            logger.warning("cannot accept connections: %s; trying again in %.3g s", error.strerror, ACCEPT_PAUSE_S)
+            logger.warning("Cannot accept connections: %s; trying again in %.3g s", error.strerror, ACCEPT_PAUSE_S)
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return

@@ -291,13 +291,13 @@ async def test_a_leaked_key_stops_a_coordinator_but_ends_no_process(
         for peer in (first, member):
             await store_at(attacker.endpoint, peer.peer_id, [record])
         async with time_limit(PATIENCE_S, "for the coordinator to stop"):
-            while "somebody else has the key of this coordinator" not in caplog.text:
+            while "somebody else has its key" not in caplog.text:
                 await asyncio.sleep(0.01)
         with pytest.raises(Unavailable, match="is a copy of another one"):
             await joined(world, 11)
         first.check_own(RUN)
         assert await first.dht.get(charter_key(RUN), owners=[first.peer_id])
-    assert sum("somebody else has the key of this coordinator" in record.message for record in caplog.records) == 1
+    assert sum("somebody else has its key" in record.message for record in caplog.records) == 1
 
 
 async def test_nobody_joins_by_a_revoked_invitation_and_who_has_joined_stays(

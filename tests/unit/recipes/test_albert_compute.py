@@ -28,7 +28,7 @@ def test_a_gpu_that_does_not_work_is_not_taken_by_itself(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and there is none
     assert str(Compute("auto", "auto")) == "cpu in float32"
-    assert "computing on the CPU, since the GPU cannot be used" in caplog.text
+    assert "Computing on the CPU, since the GPU cannot be used" in caplog.text
 
 
 def test_the_cpu_computes_in_float32() -> None:

@@ -219,5 +219,5 @@ def test_close_does_not_wait_for_a_task_that_swallows_its_cancellation(caplog: p
     began = time.monotonic()
     runtime.close()
     assert time.monotonic() - began < 15.0
-    assert "task 'a stubborn task' did not end within 1 s of its cancellation" in caplog.text
+    assert "Task 'a stubborn task' did not end within 1 s of its cancellation" in caplog.text
     gc.collect()  # so that asyncio complains of the task here, not in the next test

@@ -32,7 +32,7 @@ async def test_the_log_names_the_part_and_the_task(caplog: pytest.LogCaptureFixt
     await asyncio.wait([owner.spawn(fail(), name="soup")])
     await asyncio.sleep(0)
     (record,) = [record for record in caplog.records if record.name == "manyhands.runtime.tasks"]
-    assert record.getMessage() == "background task 'kitchen: soup' failed"
+    assert record.getMessage() == "Background task 'kitchen: soup' failed"
     assert record.exc_info is not None
     assert record.exc_info[0] is ValueError
 
@@ -80,7 +80,7 @@ async def test_close_names_what_does_not_end(caplog: pytest.LogCaptureFixture) -
     task = owner.spawn(stubborn(), name="oven")
     await asyncio.sleep(0)
     await owner.close(timeout_s=0.01)
-    assert "background task 'kitchen: oven' did not end within 0.01 s of its cancellation" in caplog.text
+    assert "Background task 'kitchen: oven' did not end within 0.01 s of its cancellation" in caplog.text
     released.set()
     await task
 
@@ -93,7 +93,7 @@ async def test_a_task_beside_a_block_ends_with_it_and_its_failure_is_logged(capl
     assert not caplog.records
     async with owner.beside(fail(), name="salad"):
         await asyncio.sleep(0.01)
-        assert [record.getMessage() for record in caplog.records] == ["background task 'kitchen: salad' failed"]
+        assert [record.getMessage() for record in caplog.records] == ["Background task 'kitchen: salad' failed"]
     with pytest.raises(ValueError, match="broken"):
         async with owner.beside(never(), name="soup"):
             await fail()

@@ -204,7 +204,7 @@ class GridSteps:
                         alone_until = min(loop.time() + MOMENT_S, deadline)
                     elsewhere |= expected
                 except (RoundAborted, Unavailable) as error:
-                    logger.info("an attempt at round %d failed: %s", place.position().step, error)
+                    logger.info("An attempt at round %d failed: %s", place.position().step, error)
                     outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
                 if refill is not None:  # the last attempt may have overwritten the values
                     mean_N = await run_to_end(refill)

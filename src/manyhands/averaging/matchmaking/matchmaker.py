@@ -234,7 +234,7 @@ class Matchmaker:
                         _end(self._waiting.get(peer_id), Refused(self._endpoint.peer_id, code, reason))
                 case matchmaking_machine.Close(members, late, missing):
                     for peer_id in missing:
-                        logger.info("peer %s did not come to the round in time", peer_id)
+                        logger.info("Peer %s did not come to the round in time", peer_id)
                         self._meeting.report_missing(peer_id)
                     group = self._group(members, late)
                     for member in members:
@@ -372,7 +372,7 @@ class Matchmaker:
                 return
 
     def _failed(self, leader: PeerId, code: str, reason: str) -> None:
-        logger.info("peer %s cannot lead this round: %s", leader, reason)
+        logger.info("Peer %s cannot lead this round: %s", leader, reason)
         self._asking = None
         self._on(matchmaking_machine.Failed(leader, code, reason))
 
@@ -413,7 +413,7 @@ class Matchmaker:
             self._on(matchmaking_machine.Follows(peer_id, response.leader or None))
 
     def _call_failed(self, peer_id: PeerId, code: str, reason: str) -> None:
-        logger.info("peer %s does not come to this round: %s", peer_id, reason)
+        logger.info("Peer %s does not come to this round: %s", peer_id, reason)
         self._on(matchmaking_machine.CallFailed(peer_id, code, reason))
 
     # what others ask

@@ -297,7 +297,7 @@ class RoundDriver:
 
     async def _ask_others(self) -> None:
         """In doubt: each other member answers when it knows the verdict, or has lost the leader too."""
-        logger.info("the leader is lost: asking the other members whether the round committed")
+        logger.info("The leader is lost: asking the other members whether the round committed")
         others = set(range(len(self.group.members))) - {self.machine.rank, self.machine.leader}
         asking = [self._tasks.spawn(self._ask_how_it_ended(rank), name="asking how it ended") for rank in others]
         if asking:

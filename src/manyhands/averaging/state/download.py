@@ -200,7 +200,7 @@ class Download:
     def _ended(self, donor: PeerId, error: BaseException | None) -> None:
         if isinstance(error, (PeerError, Unavailable)):
             level = logging.INFO if isinstance(error, Refused) else logging.WARNING
-            logger.log(level, "the state cannot be loaded from peer %s: %s", donor, error)
+            logger.log(level, "The state cannot be loaded from peer %s: %s", donor, error)
             self._failures[donor] = str(error)
             if isinstance(error, ProtocolViolation):
                 self.on_violation(donor, str(error))

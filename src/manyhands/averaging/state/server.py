@@ -167,7 +167,7 @@ class StateServer:
 async def _serve(stream: Stream, state: State) -> None:
     """Send the chunks that a newcomer asks for until it closes the stream, or asks for nothing for long."""
     remote, request = stream.remote, bytearray(INDEX.size)
-    logger.info("peer %s downloads the state of step %d", remote, state.header.position.step)
+    logger.info("Peer %s downloads the state of step %d", remote, state.header.position.step)
     await send_moving(
         stream, framed(StateAnswer(state.header)), FRAME.pack(DIGESTS, len(state.digests)), *state.digests
     )

@@ -43,7 +43,7 @@ class LineFile:
         except OSError as error:
             self._num_dropped += 1
             if self._num_dropped == 1:  # counted first: the warning may be meant for this file
-                logger.warning("cannot write %s: %s; %s are dropped meanwhile", self._name, error.strerror, self._what)
+                logger.warning("Cannot write %s: %s; %s are dropped meanwhile", self._name, error.strerror, self._what)
             return
         if num_dropped := self._num_dropped:
             self._num_dropped = 0

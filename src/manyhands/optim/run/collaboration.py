@@ -496,9 +496,9 @@ class Collaboration:
             sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in contradicted for donor in other.donors}:
-                    logger.warning("Peer %s sent another state of step %d than the majority has; this peer ignores it",
-                                   liar, position.step)  # fmt: skip
-                    self.tracker.shun(liar, f"peer {liar} sent another state than most peers have")
+                    logger.warning("Peer %s sent a state of step %d that is not the majority's: it is not used, and "
+                                   "that peer's claims are ignored for a while", liar, position.step)  # fmt: skip
+                    self.tracker.shun(liar, f"peer {liar} sent a state that is not the majority's")
                 return state
             contradicted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]

@@ -576,7 +576,7 @@ class ProgressTracker(ProgressReader):
                 else:
                     await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
             except ManyhandsError as error:
-                logger.warning("the progress of the others cannot be read: %s", error)
+                logger.warning("The progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
             if self.outlook.samples != last_samples:
                 now = asyncio.get_running_loop().time()

@@ -274,7 +274,7 @@ async def step_towards(
                 try:
                     step = await fetch_step(endpoint, run_id, holder, here, plan_of_code)
                 except (PeerError, Unavailable) as error:
-                    logger.info("peer %s does not send the step from %d that this peer lacks: %s",
+                    logger.info("Peer %s did not send the step after step %d, which this peer lacks: %s",
                                 holder, here.step, error)  # fmt: skip
                     if isinstance(error, ProtocolViolation):
                         on_violation(holder, str(error))

@@ -50,7 +50,7 @@ class Compute:
         """Log the device and the precision, with a warning if they do not suit each other."""
         logger.info("Computing on %s", self)
         if self.device.type == "cpu" and self._dtype == torch.float16:
-            logger.warning("float16 is many times slower than float32 on a CPU: leave out --precision (--fp16)")
+            logger.warning("On a CPU float16 is many times slower than float32: leave out --precision (--fp16)")
 
     def on_device(self, model: transformers.AlbertForPreTraining) -> transformers.AlbertForPreTraining:
         """Move the model to the device.
@@ -107,7 +107,7 @@ def _device_named(name: str) -> torch.device:
         try:
             return _checked(own_gpu)
         except ConfigError as error:  # for example full, or too old for this torch
-            logger.warning("computing on the CPU, since the GPU cannot be used: %s", error)
+            logger.warning("Computing on the CPU, since the GPU cannot be used: %s", error)
     return torch.device("cpu")
 
 

@@ -138,7 +138,7 @@ class StateFollower:
         try:
             return self._run_coroutine(look(), "looking at the run")
         except Unavailable as error:
-            logger.warning("cannot read the records of the run: %s; trying again", error)
+            logger.warning("Cannot read the records of the run: %s; trying again", error)
             return {}
 
     def _leading(self, records: Mapping[PeerId, PeerRecord]) -> tuple[Position, list[PeerId]] | None:

@@ -256,7 +256,7 @@ class AlbertTrainer:
             with self._optimizer.agreed_parameters():
                 return self._heldout.compare(LAST_LOOK_S)
         except RuntimeError as error:  # an interrupted batch may still hold the memory of the GPU
-            logger.warning("the held-out loss cannot be computed now: %s", error)
+            logger.warning("The held-out loss cannot be computed now: %s", error)
             return None
 
     def _should_stop(self) -> bool:

@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_once_and_drops_events(tmp_path: Path, caplog: pytes
     for _ in range(3):
         write(Listening("A", []))
     assert [record.message for record in caplog.records] == [
-        f"cannot write --events {path}: No space left on device; events are dropped meanwhile"
+        f"Cannot write --events {path}: No space left on device; events are dropped meanwhile"
     ]
     path.unlink()
     write(Listening("B", []))

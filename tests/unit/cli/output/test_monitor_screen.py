@@ -105,7 +105,7 @@ def test_the_documentation_shows_what_is_drawn() -> None:
         )
         for number, name in enumerate([*NAMES, *map(str, range(5))])
     ]
-    log = [logged(NOW - 70, logging.WARNING, "cannot read the records of the run; trying again")]
+    log = [logged(NOW - 70, logging.WARNING, "Cannot read the records of the run; trying again")]
     drawn = "\n".join(rows_of(a_picture(*peers), log=log))
     assert drawn in DOCUMENTATION.read_text(encoding="utf-8"), drawn
 

@@ -46,7 +46,7 @@ def prepare(numel: int, codec: str) -> None:
     loaded.update({codec: load(codec) for codec in CODECS})
     seconds = time.monotonic() - began
     level = logging.INFO if seconds > LOG_S else logging.DEBUG  # a user has wondered what takes so long
-    logger.log(level, "compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
+    logger.log(level, "Compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
 
 
 def load(codec: str) -> ModuleType | None:
@@ -56,7 +56,7 @@ def load(codec: str) -> ModuleType | None:
     except ImportError as error:
         logger.debug("no compiled kernels, so torch does their work: %s", error)
     except Exception as error:  # noqa: BLE001 (whatever fails in the compiler, torch can do the work)
-        logger.warning("the kernels of %s cannot be compiled here, so torch does their work: %s", codec, error)
+        logger.warning("The kernels of %s cannot be compiled here, so torch does their work: %s", codec, error)
     return None
 
 

@@ -112,7 +112,7 @@ def data_for_run(
         return here
     if is_chosen:
         begin_log()
-        logger.warning("Run %r trains on %s, and this peer on other data: %s", run_id, wanted, own)
+        logger.warning("Run %r trains on %s. As asked, this peer trains on other data: %s", run_id, wanted, own)
         return here
     urls = tuple(filter(is_public, wanted.urls))
     if not urls:
