@@ -101,7 +101,7 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     def __post_init__(self) -> None:
         numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
         if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME):
-            raise ValueError("speeds and times are finite and >= 0")
+            raise ValueError("a speed or a time is negative, too large or not finite")
 
 
 PEER_RECORD = Schema(PeerRecord | Literal["goodbye"], is_owned=True, max_ttl_s=DAY_S)

@@ -67,7 +67,7 @@ class MetricsRecord(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.samples_per_second < math.inf or not math.isfinite(self.loss):
-            raise ValueError("a speed is finite and >= 0, a loss is finite")
+            raise ValueError("the speed is negative or not finite, or the loss is not finite")
 
 
 class HeldoutRecord(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not all(map(math.isfinite, (self.loss, self.mlm_accuracy, self.sop_accuracy))):
-            raise ValueError("losses and accuracies are finite")
+            raise ValueError("the loss or an accuracy is not finite")
 
 
 def alone_seal(before: bytes, peer_id: PeerId) -> bytes:
@@ -198,10 +198,10 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not all(text.isprintable() for text in (self.name, self.version, self.device, self.failure)):
-            raise ValueError("texts have no control characters")
+            raise ValueError("a text has characters that cannot be printed")
         steps = [made.step for made in self.steps]
         if any(one >= other for one, other in itertools.pairwise(steps)):
-            raise ValueError("steps are in order")
+            raise ValueError("its steps are not in ascending order")
 
 
 make_ready(AccountRecord)

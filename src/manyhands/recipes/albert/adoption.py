@@ -105,9 +105,11 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
     try:
         shared = {name: kind(facts[name]) for name, kind in _KINDS.items()} | {_LOCAL_STEPS: _LOCAL_STEPS in facts}
         vocab_size = int(facts[_VOCABULARY])
-        numbers = [vocab_size, *(value for value in shared.values() if not isinstance(value, str))]
-        if any(abs(number) > MAX_NUMBER for number in numbers) or vocab_size < 1:
-            raise ValueError("a number in it is out of bounds")
+        numbers = {name: value for name, value in shared.items() if not isinstance(value, str)}
+        for name, number in (numbers | {_VOCABULARY: vocab_size}).items():
+            least = 1 if name == _VOCABULARY else -MAX_NUMBER
+            if number < least or number > MAX_NUMBER:
+                raise ValueError(f"{name} is out of bounds: it must be from {least} to {MAX_NUMBER}")
         recipe = AlbertRecipe(**shared, **{name: given[name] for name in OWN_SETTINGS if name in given})
         data = RunData(facts[_DATA], tuple(facts.get(_DATA_URL, "").split()))
         run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=vocab_size, data=data)
