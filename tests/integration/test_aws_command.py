@@ -295,6 +295,20 @@ def test_status_fits_80_columns_and_says_what_is_missing(
     assert "The coordinator does not run, so new machines cannot join." in capsys.readouterr().out
 
 
+def test_status_has_a_blank_between_columns_and_80_columns_also_for_long_machine_types(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*UP, "--workers", "1", "--coordinator-type", "m6idn.16xlarge"]) == 0
+    capsys.readouterr()
+    assert run(["aws", "status", "--name", "x"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    (line,) = [line for line in said.splitlines() if " coordinator " in line]
+    assert line.split()[1:5] == ["coordinator", "running", "m6idn.16xlarge", "a"]
+    assert len(line.split()) == 6
+
+
 # dry runs
 
 

@@ -179,20 +179,19 @@ def _show_machines(there: Region, name: str) -> None:
     stack = there.find(name)
     parameters = {one["ParameterKey"]: one["ParameterValue"] for one in stack["Parameters"]}
     console.print(f"Stack {stack['StackName']} in {there.name}: {stack['StackStatus']}\n")
-    console.print(f"{'machine':<20}{'role':<12}{'state':<14}{'type':<14}{'zone':<5}address")
-    addresses: dict[str, list[str]] = {"coordinator": [], "worker": []}
+    rows = [("machine", "role", "state", "type", "zone", "address")]
     for role, one in there.machines(name):
-        state = one["State"]["Name"]
         zone = one["Placement"]["AvailabilityZone"].removeprefix(there.name)
         address = one.get("PublicIpAddress") or one.get("PrivateIpAddress", "")
-        console.print(f"{one['InstanceId']:<20}{role:<12}{state:<14}{one['InstanceType']:<14}{zone:<5}{address}")
-        if state in ("pending", "running"):
-            addresses.setdefault(role, []).append(address)
-    if len(addresses["worker"]) < int(parameters["Workers"]):
+        rows.append((one["InstanceId"], role, one["State"]["Name"], one["InstanceType"], zone, address))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    console.print("\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+    running = [(row[1], row[-1]) for row in rows if row[2] in ("pending", "running")]
+    if sum(role == "worker" for role, _ in running) < int(parameters["Workers"]):
         reason = there.why_machines_lack(stack) or "it has given no reason yet"
         console.print(f"\nAWS tries to start the workers that are missing: {reason}", soft_wrap=False)
-    if addresses["coordinator"]:
+    if "coordinator" in (address_of := dict(reversed(running))):
         console.print("\nInstalling manyhands takes some minutes. Then others can join with:\n")
-        console.print(f"    manyhands join {addresses['coordinator'][0]}:{parameters['Port']}\n")
+        console.print(f"    manyhands join {address_of['coordinator']}:{parameters['Port']}\n")
     else:
         console.print("\nThe coordinator does not run, so new machines cannot join.")
