@@ -52,7 +52,7 @@ def test_a_port_that_is_taken_since_is_one_warning(tmp_path: Path, caplog: pytes
         other_port = Address.parse(peer.addresses[0]).port
         assert other_port != port
         (warning,) = caplog.messages
-        assert f"port {port} of the last start is taken" in warning
+        assert f"Port {port} of the last start is taken" in warning
     with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
         assert Address.parse(peer.addresses[0]).port == other_port, "the last one counts"
 

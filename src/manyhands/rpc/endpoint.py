@@ -171,7 +171,7 @@ class Endpoint:
                 addresses = addresses[1:]
             except ConfigError:
                 logger.warning(
-                    "port %d of the last start is taken: this peer listens on another port, and tickets with the old "
+                    "Port %d of the last start is taken: this peer listens on another port, and tickets with the old "
                     "one are void; make a new ticket with: manyhands ticket ADDRESS", last_port,
                 )  # fmt: skip
         for address in addresses:
