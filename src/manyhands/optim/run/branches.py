@@ -177,14 +177,13 @@ class BranchChoice:
     def best(self) -> Branch:
         """The best known branch.
 
-        A peer that joins waits for claims that it cannot judge yet, unless it begins the run. For one that has nothing
-        to lose, the best branch may be one whose state only clients have: it waits until one of them has connected to
-        it. For all others, it is a branch whose state they can get.
+        A peer that has made no step itself waits for claims that it cannot judge yet. For one that has nothing to lose,
+        the best branch may be one whose state only clients have: it waits until one of them has connected to it. For
+        all others, it is a branch whose state they can get.
         """
         if self._is_new:
             return self._chosen(self._plausible)
-        is_waiting = self.is_joining and not self.has_begun_run
-        return self._chosen(self._within_reach(self._plausible if is_waiting else self.believed))
+        return self._chosen(self._within_reach(self.believed if self.belief.has_stepped else self._plausible))
 
     @property
     def _is_new(self) -> bool:
