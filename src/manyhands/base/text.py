@@ -42,7 +42,7 @@ def without_secrets(url: str) -> str:
     """Write an address for a log or an error, without the user, password or signature that may be in it."""
     parts = urlsplit(url)
     netloc = f"***@{parts.netloc.rpartition('@')[2]}" if "@" in parts.netloc else parts.netloc
-    return urlunsplit(parts._replace(netloc=netloc, query="***" if parts.query else ""))
+    return urlunsplit(parts._replace(netloc=netloc, query="***" if parts.query else "", fragment=""))
 
 
 def reason_of(error: BaseException | str) -> str:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
-from manyhands.base.text import amount_of, rough
+from manyhands.base.text import amount_of, rough, without_secrets
 from manyhands.recipes.albert.data.dataset import SAMPLES
 from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.data.fetching import (
@@ -57,8 +57,9 @@ def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
     if not any(is_archive(url) for url in urls):
         return dict(given)
     if others := [url for url in urls if not is_archive(url)]:
+        other = without_secrets(others[0])
         raise ConfigError(
-            f"dataset_url names an archive, and also {others[0]}, which is not one; mirrors must have the same files: "
+            f"dataset_url names an archive, and also {other}, which is not one; mirrors must have the same files: "
             "give only addresses of archives, or only those of an index.json"
         )
     return {**given, "dataset_path": unpacked(urls, given.get("cache_dir") or default_cache_dir())}
@@ -101,12 +102,13 @@ def _locked(folder: Path) -> FolderLock:
 
 def _fetch(urls: Sequence[str], folder: Path) -> None:
     path = folder / "archive"
-    logger.info("Fetching %s into %s", " or ".join(urls), folder)
+    logger.info("Fetching %s into %s", " or ".join(map(without_secrets, urls)), folder)
     try:
         if not path.exists():
             sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=Patience(START_PATIENCE_S / 3)))
             if sha256 is None:
-                logger.info("There is no SHA-256 at %s, so the archive cannot be checked", _digest_url(urls[0]))
+                logger.info("There is no SHA-256 at %s, so the archive cannot be checked",
+                            without_secrets(_digest_url(urls[0])))  # fmt: skip
             fetcher = Fetcher(_DownloadProgress(path), Patience(START_PATIENCE_S * 2 / 3))
             fetcher.fetch(urls, ExpectedFile(sha256=sha256), path)
         _unpack(urls, path, folder)
@@ -211,8 +213,9 @@ def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
         if reason.startswith("file could not be opened"):  # tarfile then has a reason for each kind of archive
             reason = "it is not a tar archive, perhaps a page of the host"
         path.unlink()
+        url = without_secrets(urls[0])
         raise ConfigError(
-            f"the archive {urls[0]} cannot be unpacked ({reason}), and was removed from {folder}; ask the person who "
+            f"the archive {url} cannot be unpacked ({reason}), and was removed from {folder}; ask the person who "
             "hosts it to look, or start again to have it fetched again"
         ) from error
     finally:

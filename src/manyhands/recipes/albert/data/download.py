@@ -79,6 +79,8 @@ def download(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> 
         cause = error.os_error
         known = os.strerror(cause.errno) if cause.errno is not None and cause.errno > 0 else cause.strerror
         raise FetchFailed(known or reason_of(error)) from error
+    except aiohttp.ClientResponseError as error:  # its text has the whole address
+        raise FetchFailed(f"HTTP {error.status} {error.message}".strip()) from error
     except aiohttp.ClientError as error:
         raise FetchFailed(reason_of(error)) from error
 
