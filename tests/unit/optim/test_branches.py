@@ -200,20 +200,15 @@ def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     assert choice.leading(()).position == choice.best().position == at(10).position
 
 
-@pytest.mark.parametrize(
-    ("is_joining", "has_begun_run", "waits"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_only_a_peer_that_joins_a_run_waits_for_a_claim_that_nobody_can_judge(
-    is_joining: bool, has_begun_run: bool, waits: bool
-) -> None:
-    """A stranger that nobody can reach cannot stop a trainer whose members have gone, with a checkpoint neither."""
+def test_a_peer_that_has_made_steps_does_not_wait_for_a_claim_that_nobody_can_judge() -> None:
+    """A stranger that nobody can reach cannot stop a trainer whose members have gone; a restarted one is careful."""
     own, claims = at(10, b"own"), {BOB: at(900)}
-    for belief in (member_of(ANN, own_id=DAVE), Belief(DAVE)):
+    for belief, followed in ((member_of(ANN, own_id=DAVE), own), (Belief(DAVE), at(900))):
         belief.poll = lambda records: {}
         choice = BranchChoice(DAVE, own, lambda peer_id: True)
-        choice.belief, choice.is_joining, choice.has_begun_run = belief, is_joining, has_begun_run
+        choice.belief = belief
         choice.look(own, claims, 0.0)
-        assert choice.best().position == (at(900) if waits else own).position
+        assert choice.best().position == followed.position
         assert choice.leading(()).position == own.position
 
 

@@ -138,6 +138,18 @@ async def test_of_many_strangers_some_count_whoever_came_first_and_peers_of_the_
         assert run.tracker.observed().keys() - {BOB} == counting, "the lots stay the same"
 
 
+async def test_auxiliary_peers_of_the_last_round_are_no_strangers() -> None:
+    """They bring no samples, so the roster has none of them; where all trainers are clients, they alone can lead."""
+    async with run_of_one() as run:
+        run.members_are(BOB, run.endpoint.peer_id)
+        run.put_many(5 * MIN_STRANGERS)
+        auxiliaries = {identity_of(1000 + number).peer_id for number in range(3)}
+        run.tracker.move(HERE, 0, [BOB, run.endpoint.peer_id, *auxiliaries])
+        await run.hears(BOB)
+        assert run.tracker.num_peers_here() == MIN_STRANGERS + 5
+        assert auxiliaries <= run.tracker.observed().keys()
+
+
 async def test_in_a_grid_all_count_as_their_seats_are_needed() -> None:
     async with run_of_one() as run:
         run.members_are(BOB, run.endpoint.peer_id)

@@ -82,7 +82,7 @@ class Contacts:
         if self._tasks.is_closed or self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
-        members = self._tracker.roster().members
+        members = frozenset() if self._tracker.own.seat.layout.sides else self._tracker.roster().members
         for peer_id, is_client in others.items():
             is_dialled = not is_client and (peer_id in members or not members)
             if not is_dialled and not self._endpoint.is_connected(peer_id):

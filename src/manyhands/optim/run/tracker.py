@@ -371,7 +371,8 @@ class ProgressTracker(ProgressReader):
         roster = self.roster()
         if not (self.branches.belief.has_stepped and roster.members) or self.own.seat.layout.sides:
             return ()
-        known = {*roster.standings, *roster.former, *self.branches.belief.initial_peers()}
+        # of the last round, auxiliary peers too: the roster has none of them
+        known = {*roster.standings, *roster.former, *self._left[1], *self.branches.belief.initial_peers()}
         strangers, most = self._seen.keys() - known, max(MIN_STRANGERS, len(known))
         return sorted(strangers, key=self._lot)[most:] if len(strangers) > most else ()
 
