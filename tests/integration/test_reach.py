@@ -13,7 +13,7 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.errors import Refused
 from manyhands.peer import Presence
-from manyhands.reach import DIAL_BACK, EXAMINE, REACHED, own_mode
+from manyhands.reach import DIAL_BACK, EXAMINE, REACHED
 from manyhands.reach.messages import DialBackRequest, DialOutcome, ExamineRequest, ReachedRequest
 from manyhands.reach.service import MAX_UNDER_WAY, PER_SOURCE
 from manyhands.rpc import Endpoint
@@ -61,27 +61,6 @@ async def test_a_peer_tells_where_it_has_dialled_others_and_not_from_where_they_
         request = ReachedRequest([CALLER.peer_id, client.peer_id, identity_of(4).peer_id])
         assert (await caller.call(ASKED.peer_id, REACHED, request)).hosts == ["127.0.0.1", "", ""]
         await client.close()
-
-
-@pytest.mark.parametrize(("seen_at", "is_client"), [("192.168.0.2", False), ("30.0.0.9", True)])
-async def test_a_neighbour_makes_no_peer_one_that_can_be_dialled_from_outside(
-    seen_at: str, is_client: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its dial back succeeds. That counts if the peer knows of nobody outside of its network."""
-    monkeypatch.setattr(own_mode, "DECIDED_WITHIN_S", 0.5)
-    monkeypatch.setattr(own_mode, "DIALLED_SOON_S", 0.1)
-    monkeypatch.setattr(own_mode, "ASK_PERIOD_S", 0.1)
-    neighbour, peer = Presence(TlsTransport(ASKED)), Presence(TlsTransport(CALLER))
-    for number in (8, 9):
-        peer.endpoint.outside.note(identity_of(number).peer_id, (seen_at, 4000), ("192.168.0.2", 4000))
-    try:
-        await neighbour.start([], [LOOPBACK])
-        await peer.start(neighbour.endpoint.addresses, [LOOPBACK], finds_mode=True)
-        await peer.own_mode.decided()
-        assert peer.endpoint.client_mode is is_client
-    finally:
-        await peer.stop()
-        await neighbour.stop()
 
 
 async def test_each_address_has_an_outcome_of_its_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -342,12 +343,16 @@ async def test_a_relay_keeps_to_its_rate() -> None:
         assert asyncio.get_running_loop().time() - began > 1.8
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 async def test_many_streams_of_one_address_leave_another_one_its_part_of_the_rate() -> None:
     """Peer ids cost nothing, so a relay does not count by them."""
-    async with endpoints(7, kind="tls", clients=range(6), config=RpcConfig(relay_mbit_s=16.0)) as (*clients, relay):
+    config = RpcConfig(relay_mbit_s=10.0)
+    async with endpoints(7, kind="tls", clients=range(6), config=config, are_acquainted=False) as (*clients, relay):
         one, greedy, *others = clients
         await relay.listen([Address.of("::1", 0)])
-        greedy.learn(relay.peer_id, [address for address in relay.bound_addresses if address.protocol == "ip6"])
+        for client in clients:
+            family = "ip6" if client is greedy else "ip4"
+            client.learn(relay.peer_id, [place for place in relay.bound_addresses if place.protocol == family])
         await let_relay(clients, [relay])
         assert (relay.host_of(one.peer_id), relay.host_of(greedy.peer_id)) == ("127.0.0.1", "::1")
         for other in others:
@@ -358,7 +363,7 @@ async def test_many_streams_of_one_address_leave_another_one_its_part_of_the_rat
         before = relay.counters["relayed_bytes"]
         await stream.send(bytes(1_000_000))
         await stream.receive_into(memoryview(bytearray(1)))
-        assert relay.counters["relayed_bytes"] - before < 3_000_000, "half would be 2 MB, a fifth 5 MB"
+        assert relay.counters["relayed_bytes"] - before < 3_500_000, "half would be 2 MB, a fifth 5 MB"
         for greedy_stream in streams:
             greedy.release(greedy_stream)
         one.release(stream)

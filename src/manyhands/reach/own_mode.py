@@ -161,8 +161,7 @@ class OwnMode:
     async def _ask_one(self, peer_id: PeerId) -> bool | None:
         try:
             seen = await self._endpoint.call(peer_id, EXAMINE, ExamineRequest(), ASK_TIMEOUT_S)
-            addresses = self._addresses_seen_at(seen.host)
-            if not addresses or not self._endpoint.outside.shows_reach(seen.host):
+            if not (addresses := self._addresses_seen_at(seen.host)):
                 return None
             request = DialBackRequest([str(address) for address in addresses])
             response = await self._endpoint.call(peer_id, DIAL_BACK, request, ASK_TIMEOUT_S)

@@ -355,10 +355,7 @@ class Endpoint:
 
     @property
     def was_reached(self) -> bool:
-        """Whether a peer from outside of this one's local network has dialled it; if not, it may be behind a firewall.
-
-        In a run within that network its neighbours count; see :meth:`.OutsideView.shows_reach`.
-        """
+        """Whether any peer has dialled this one; if not, it may be behind a firewall."""
         return self._pool.was_reached
 
     def has_reached(self, peer_id: PeerId) -> bool:
@@ -670,8 +667,7 @@ class Endpoint:
 
     async def _accepted(self, stream: Stream) -> None:
         self._streams.add(stream)
-        if self.outside.shows_reach(stream.remote_host):
-            self._pool.reached()
+        self._pool.reached()
         await self._serve_stream(stream)
 
     async def _serve_stream(self, stream: Stream, way: Way = DIRECT) -> None:
@@ -773,6 +769,6 @@ class Endpoint:
             if connection.way.relay is not None and not was_closed:
                 self._relayed.failed(connection.way.relay)
             self._pool.remove(connection)
-            if not was_closed and not self.is_connected(connection.remote):
-                self.outside.forget(connection.remote)
+            if not self.is_connected(connection.remote) and self.outside.forget(connection.remote):
+                self._punched.moved()
             await connection.close()

@@ -177,4 +177,6 @@ class Openers:
             try:
                 return await self._relayed.open(relays, connection.remote, hello, deadline - loop.time())
             except Unavailable as failure:
+                if isinstance(error, Refused):  # perhaps of this stream, and not of the attempt
+                    raise error from failure
                 raise Unavailable(f"{error}; {failure}") from error

@@ -82,20 +82,15 @@ class OutsideView:
             self._views.popitem(last=False)
         return self._summary() != before
 
-    def forget(self, seer: PeerId) -> None:
-        """Forget what a peer has seen that is no longer connected: this one may have another address now.
+    def forget(self, seer: PeerId) -> bool:
+        """Forget what a peer has seen that is no longer connected; return whether that is news.
 
-        The last view is kept, as better than none.
+        This peer may have another address now. The last view is kept, as better than none.
         """
+        before = self._summary()
         if len(self._views) > 1:
             self._views.pop(seer, None)
-
-    def shows_reach(self, host: str) -> bool:
-        """Whether peers elsewhere can dial this one if a peer has, from that address or to it.
-
-        A neighbour in the local network shows that only if this peer connects to nobody outside of it.
-        """
-        return _is_public(host) or not any(map(_is_public, self.hosts))
+        return self._summary() != before
 
     def _summary(self) -> tuple[list[str], Router, Router]:
         return self.hosts, self._router_of("ip4"), self._router_of("ip6")
@@ -106,9 +101,9 @@ class OutsideView:
         return [*self._seen_with("ip6"), *self._seen_with("ip4")]
 
     def _seen_with(self, family: Family) -> list[str]:
-        newest_first = reversed(self._views.values())  # of as many views, the newer ones count
-        seen = Counter(view.host for view in newest_first if view.family == family)
-        return [host for host, _ in seen.most_common(1)]
+        seen = Counter(view.host for view in reversed(self._views.values()) if view.family == family)
+        # of addresses that as many see, the public one counts (neighbours see one inside), then the one seen last
+        return sorted(seen, key=lambda host: (-seen[host], not _is_public(host)))[:1]
 
     @property
     def router(self) -> Router:

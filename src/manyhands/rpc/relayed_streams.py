@@ -284,8 +284,9 @@ class RelayedStreams:
             cap, chunk_bytes = self._control_cap, CONTROL_CHUNK_BYTES
             if request.is_bulk and self._bulk_cap is not None:
                 cap, chunk_bytes = self._bulk_cap, BULK_CHUNK_BYTES
-            turn = cap.turn_of(source_of(stream.remote_host))  # not by peer id: those cost nothing
-            await self._transport.forward(stream, opened.stream, chunk_bytes, functools.partial(self._pay, cap, turn))
+            # peer ids cost nothing, so the addresses of callers take turns, and at one address the pairs of peers
+            turns = cap.turn_of(source_of(stream.remote_host)), cap.turn_of(f"{stream.remote} {request.target}")
+            await self._transport.forward(stream, opened.stream, chunk_bytes, functools.partial(self._pay, cap, *turns))
         finally:
             self._streams.release(opened.stream)
 
@@ -311,9 +312,10 @@ class RelayedStreams:
             self._counters["refused_relays"] += 1
             raise Refused(one.caller, code, message)
 
-    async def _pay(self, cap: UploadCap, turn: asyncio.Lock, num_bytes: int) -> None:
+    async def _pay(self, cap: UploadCap, turn: asyncio.Lock, turn_of_pair: asyncio.Lock, num_bytes: int) -> None:
         self._counters["relayed_bytes"] += num_bytes
-        await cap.wait_for(num_bytes, turn)
+        async with turn_of_pair:
+            await cap.wait_for(num_bytes, turn)
 
     # the target
 
