@@ -47,10 +47,13 @@ def test_without_faults_all_are_in_every_round() -> None:
 @pytest.mark.parametrize("seed", few_of(range(3)))
 @pytest.mark.parametrize("dies", [False, True])
 def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(seed: int, *, dies: bool) -> None:
-    """If one dies right after its step, the others wait for 10 s at most."""
+    """If one dies right after its step, the others wait for 10 s at most.
+
+    If it led the round, and has told nobody that it committed, they average without it.
+    """
     world = world_of(seed)
     initial_peers: list[Address] = []
-    left: dict[str, tuple[bool, bool, float]] = {}
+    left: dict[str, tuple[int, bool, float]] = {}
 
     async def peer(host: Host) -> None:
         presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
@@ -70,14 +73,15 @@ def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(s
             world.loop.call_soon(world.crash, "p3")
         began = world.loop.time()
         waited = averager.wait_for_others()
-        left[name] = (result.committed and len(result.group) == 4, waited, world.loop.time() - began)
+        left[name] = (len(result.group) if result.committed else 0, waited, world.loop.time() - began)
         averager.close()
 
     for name in [*NAMES, "p3"]:
         world.start(name, peer)
     world.run(40.0)
     assert left.keys() == {*NAMES, "p3"} - ({"p3"} if dies else set())
-    assert all(committed for committed, _, _ in left.values()), left
+    sizes = {size for size, _, _ in left.values()}
+    assert sizes in ([{3}, {4}] if dies else [{4}]), left
     if dies:
         assert all(seconds < 10.5 for _, _, seconds in left.values()), left
     else:
