@@ -330,7 +330,7 @@ def test_a_dry_run_of_a_checkout_needs_no_address_for_pip(nobody: None, capsys: 
 
 
 @pytest.mark.parametrize("option", ["https://me:secret@host/", "--dataset-url=s3://data/?signature=secret"])
-def test_who_names_a_password_is_told_who_can_read_it(
+def test_a_password_in_an_address_is_told_of_with_who_can_read_it(
     nobody: None, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     assert run([*UP, "--dry-run", "--", *(["--dataset-url", option] if "=" not in option else [option])]) == 0

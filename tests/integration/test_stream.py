@@ -258,6 +258,12 @@ def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Pa
     assert "\n" not in str(raised.value)
 
 
+def test_an_address_that_cannot_be_read_is_refused_with_one_that_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--dataset-url", "http://[::1/index.json", "--no-checkpoints"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read (Invalid IPv6 URL); give one such as http://203.0.113.7:8000/index.json" in line
+
+
 def test_passwords_and_signatures_of_addresses_are_not_shown(tmp_path: Path) -> None:
     urls = ["http://me:secret@127.0.0.1:9/index.json", "http://127.0.0.1:9/index.json?signature=secret"]
     with pytest.raises(ConfigError, match=re.escape("http://***@127.0.0.1:9/index.json: ")) as raised:

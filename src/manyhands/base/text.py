@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from urllib.parse import urlsplit, urlunsplit
 
 MAX_REASON_LENGTH = 300
 
@@ -36,13 +35,6 @@ def shell_option(option: str, value: str) -> str:
     """Write an option for a shell: a value that begins with a dash would be taken for another option."""
     separator = "=" if value.startswith("-") else " "
     return f"{option}{separator}{shlex.quote(value)}"
-
-
-def without_secrets(url: str) -> str:
-    """Write an address for a log or an error, without the user, password or signature that may be in it."""
-    parts = urlsplit(url)
-    netloc = f"***@{parts.netloc.rpartition('@')[2]}" if "@" in parts.netloc else parts.netloc
-    return urlunsplit(parts._replace(netloc=netloc, query="***" if parts.query else "", fragment=""))
 
 
 def reason_of(error: BaseException | str) -> str:

@@ -17,7 +17,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.text import without_secrets
+from manyhands.base.urls import has_secret
 from manyhands.cli.options import DEFAULT_RUN_ID, what_cannot_be_installed
 from manyhands.version import __version__
 
@@ -29,10 +29,6 @@ TYPES = "[{InstanceType: g4dn.xlarge}]"
 """The text of the template that the worker types replace: a parameter cannot be a list of structures."""
 WORKER_TYPES = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge", "g4dn.2xlarge", "g5.2xlarge", "g6.2xlarge")
 OPEN = "The run is open: anybody who knows an address can take part, download the model, and send wrong gradients."
-SECRET = (
-    "An address among the options holds a password or a signature. It is part of the user data of the machines, which "
-    "everybody can read who may describe them."
-)
 
 RegionName = Annotated[str | None, Parameter(help="Region of AWS; by default that of your AWS configuration.")]
 
@@ -101,8 +97,8 @@ def up(
     # workers with options that are refused would start again and again
     check_train(["train", *own, *train_options, "--initial-peers", peer, *reach])
 
-    addresses = re.findall(r"[\w.+-]+://\S+", " ".join([*train_options, source or ""]))
-    notice = f"{OPEN}\n{SECRET}" if any(without_secrets(one) != one for one in addresses) else OPEN
+    if any(map(has_secret, re.findall(r"[\w.+-]+://\S+", " ".join([*train_options, source or ""])))):
+        console.print("An option holds a password or a signature: whoever may describe the machines can read it.\n")
     types = json.dumps([{"InstanceType": one} for one in dict.fromkeys(worker_types)])
     template = TEMPLATE.read_text(encoding="utf-8").replace(TYPES, types)
     parameters = {
@@ -122,14 +118,14 @@ def up(
     if dry_run:
         console.print(template)
         console.print("\n".join(f"{key:<16} {value}" for key, value in parameters.items()))
-        console.print(f"\n{notice}\nNothing was created: a dry run.")
+        console.print(f"\n{OPEN}\nNothing was created: a dry run.")
         return
     if source is None and (problem := what_cannot_be_installed("the machines", "--source")):
         raise ConfigError(problem)
     with _there(region) as there:
         there.create(name, template, parameters)
         _show_machines(there, name)
-        console.print(f"{notice}\nAWS replaces lost machines. All cost money until you end them:\n")
+        console.print(f"{OPEN}\nAWS replaces lost machines. All cost money until you end them:\n")
         for command in ("status", "down"):
             console.print(f"    manyhands aws {command} --name {name} --region {there.name}")
 

@@ -63,15 +63,12 @@ class Region:
             ConfigError: there is none; names the existing ones.
         """
         pages = self._cloudformation.get_paginator("describe_stacks").paginate()
-        stacks: dict[str, dict[str, Any]] = {}
-        for page in pages:
-            stacks |= {tags_of(one).get(EXPERIMENT_TAG, ""): one for one in page["Stacks"]}
+        described: list[dict[str, Any]] = [one for page in pages for one in page["Stacks"]]
+        stacks = {tags_of(one).get(EXPERIMENT_TAG, ""): one for one in described}
         if experiment not in stacks:
             there = ", ".join(sorted(filter(None, stacks))) or "none"
-            raise ConfigError(
-                f"there is no experiment {experiment} in {self.name}; experiments there: {there}. --region looks in "
-                "another region"
-            )
+            where = f"{self.name}; experiments there: {there}. --region looks in another region"
+            raise ConfigError(f"there is no experiment {experiment} in {where}")
         return stacks[experiment]
 
     def machines(self, experiment: str) -> list[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
-from manyhands.base.text import counted, without_secrets
+from manyhands.base.text import counted
+from manyhands.base.urls import without_secrets
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunToJoin

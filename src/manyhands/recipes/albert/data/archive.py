@@ -24,7 +24,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
-from manyhands.base.text import amount_of, rough, without_secrets
+from manyhands.base.text import amount_of, rough
+from manyhands.base.urls import without_secrets
 from manyhands.recipes.albert.data.dataset import SAMPLES
 from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.data.fetching import (

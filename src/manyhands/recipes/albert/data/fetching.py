@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlunsplit
 
 import msgspec
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.base.text import without_secrets
+from manyhands.base.urls import parts_of, without_secrets
 from manyhands.recipes.albert.data.dataset import FORMAT, INDEX, address_of
 from manyhands.recipes.albert.data.download import DownloadLimits, FetchFailed, Watcher, download, size_of
 from manyhands.recipes.albert.data.shards import Index, Shard
@@ -224,12 +224,12 @@ def no_data(reasons: object) -> ConfigError:
 
 def is_archive(url: str) -> bool:
     """Whether an address is that of an archive rather than an index."""
-    return urlsplit(url).path.endswith(ARCHIVES)
+    return parts_of(url).path.endswith(ARCHIVES)
 
 
 def index_url(url: str) -> str:
     """The address of an index, from its own address or that of its folder."""
-    parts = urlsplit(url)
+    parts = parts_of(url)
     if not parts.scheme:
         folder = Path(url).parent if url.endswith(INDEX) else Path(url)
         if (folder / INDEX).is_file():
@@ -248,7 +248,7 @@ def index_url(url: str) -> str:
 
 def beside(url: str, name: str) -> str:
     """The address of another file in the folder of an index."""
-    parts = urlsplit(url)
+    parts = parts_of(url)
     return urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{quote(name)}"))
 
 

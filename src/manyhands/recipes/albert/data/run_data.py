@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.urls import has_secret, parts_of
 from manyhands.recipes.albert.data.given import found, is_named, or_found_here
 from manyhands.rpc.frames import readable
 
@@ -69,11 +69,9 @@ def data_of(given: Mapping[str, Any]) -> RunData:
 def is_public(url: str) -> bool:
     """Whether an address may be in a run manifest: it is the address of a server, without password or signature."""
     try:
-        parts = urlsplit(url)
-    except ValueError:
+        return parts_of(url).scheme in PUBLIC_SCHEMES and not has_secret(url) and len(url.split()) == 1
+    except ConfigError:
         return False
-    has_secret = "@" in parts.netloc or bool(parts.query)
-    return parts.scheme in PUBLIC_SCHEMES and not has_secret and len(url.split()) == 1
 
 
 def data_for_run(

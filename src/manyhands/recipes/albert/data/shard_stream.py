@@ -23,7 +23,7 @@ from pathlib import Path
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
-from manyhands.base.text import without_secrets
+from manyhands.base.urls import without_secrets
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.download import FetchFailed, Watcher
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
