@@ -296,14 +296,14 @@ def test_to_forget_a_view_is_news_if_another_address_is_that_of_most_then() -> N
     assert view.hosts == ["31.0.0.1"]
 
 
-def test_what_one_neighbour_sees_does_not_outweigh_what_one_peer_outside_sees() -> None:
+def test_the_view_of_one_neighbour_does_not_outweigh_that_of_one_peer_outside() -> None:
     view = OutsideView()
     view.note(identity_of(1).peer_id, ("30.0.0.9", 4000), ("192.168.0.2", 4000))
     view.note(identity_of(2).peer_id, ("192.168.0.2", 4000), ("192.168.0.2", 4000))
     assert view.hosts == ["30.0.0.9"]
 
 
-async def test_what_a_lost_peer_has_seen_is_forgotten() -> None:
+async def test_the_view_of_a_lost_peer_is_forgotten() -> None:
     old, new = "30.0.0.9", "31.0.0.1"
     async with endpoints(3, kind="tls", clients=[0]) as (one, lost, last):
         await one.call_on(lost.peer_id, 5.0)

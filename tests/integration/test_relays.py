@@ -357,9 +357,9 @@ async def test_many_streams_of_one_address_leave_another_one_its_part_of_the_rat
         assert (relay.host_of(one.peer_id), relay.host_of(greedy.peer_id)) == ("127.0.0.1", "::1")
         for other in others:
             other.accept_bulk("echo", send_back)
-        streams = [await greedy.open_bulk(other.peer_id, "echo", b"100000000") for other in others]
+        streams = [await greedy.open_bulk(other.peer_id, "echo", b"5000000") for other in others]
         stream = await one.open_bulk(others[0].peer_id, "echo", b"1000000")
-        sending = [asyncio.ensure_future(greedy_stream.send(bytes(100_000_000))) for greedy_stream in streams]
+        sending = [asyncio.ensure_future(greedy_stream.send(bytes(5_000_000))) for greedy_stream in streams]
         before = relay.counters["relayed_bytes"]
         await stream.send(bytes(1_000_000))
         await stream.receive_into(memoryview(bytearray(1)))

@@ -446,7 +446,7 @@ async def test_dialling_a_peer_of_another_protocol_version_fails(alpn: list[str]
     async with server_of(hang_up, context) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.PROTOCOL_VERSION
-    assert "the peer that dialled it speaks manyhands/1" in str(failure)
+    assert "it does not speak manyhands/1, as this peer does" in str(failure)
 
 
 @pytest.mark.parametrize(

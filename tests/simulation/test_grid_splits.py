@@ -141,9 +141,11 @@ def test_at_the_same_step_the_parts_meet_and_averaging_the_parameters_makes_them
     steps = {step for step, _ in before.values()}
     assert last_step < 0 or steps == {last_step}
     assert parts.apart(CUT_S, parts.healed_s) > 0.09, "the cut has parted them"
-    # without a pause, some are in the midst of a step at the heal
-    most = 2 if last_step >= 0 else num_half - 1
-    assert max(sum(parts.num_loads(part)) for part in (parts.many, parts.few)) <= most, "no part goes over to the other"
+    loads = [sum(parts.num_loads(part)) for part in (parts.many, parts.few)]
+    if last_step >= 0:
+        assert sum(loads) <= 2, "nobody goes over to the others"
+    else:  # without a pause some are in the midst of a step at the heal
+        assert max(loads) < num_half, "no part goes over to the other"
     since_s = min(
         since_s
         for averaged in {step for _, _, step, _ in parts.held if step > max(steps) and step % PARAMETERS_EVERY == 0}

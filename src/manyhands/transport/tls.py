@@ -341,7 +341,7 @@ class TlsTransport:
     def _checked(self, where: str, peer_id: PeerId | None, session: TlsSession, alpn: str) -> PeerId:
         remote = session.remote_peer_id()
         if session.selected_alpn != alpn:
-            raise DialFailed(where, DialReason.PROTOCOL_VERSION, f"the peer that dialled it speaks {alpn}")
+            raise DialFailed(where, DialReason.PROTOCOL_VERSION, f"it does not speak {alpn}, as this peer does")
         if remote is None:
             raise DialFailed(where, DialReason.NOT_MANYHANDS, "its key is not Ed25519")
         if remote == self.identity.peer_id:
