@@ -75,8 +75,8 @@ class Contacts:
 
         Args:
             others: each with whether it is in client mode. Those are told only if they are connected: to reach them
-                through a relay for this would cost more than it is worth. So are peers that are no members: they come
-                by themselves, and may be thousands that nobody can reach.
+                through a relay for this would cost more than it is worth. So are peers that are no members, except in a
+                grid: they come by themselves, and may be many that nobody can reach.
         """
         record = self._tracker.own
         if self._tasks.is_closed or self._told == (record.position, record.samples):
