@@ -15,7 +15,7 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc import Endpoint, RpcConfig, punched_streams
 from manyhands.rpc.frames import Hello, Reject, receive_frame, send_frame
 from manyhands.rpc.relayed_streams import MAX_OF_ONE_PAIR, RELAY, RELAYED, RelayRequest
 from manyhands.rpc.ways import DIRECT, relayed_by
@@ -167,6 +167,33 @@ async def test_a_relay_of_a_peer_that_has_left_is_asked_first_as_before(kind: st
         assert one.way_to(third.peer_id) == way
 
 
+async def meet_through(relay: WatchedEndpoint, client: WatchedEndpoint, listening: WatchedEndpoint) -> None:
+    """Connect both to the relay; the client knows only a wrong address of the other one, which is all it announces."""
+    bound = listening.addresses[0]
+    listening.announce([Address.of("127.0.0.1", free_port())])
+    client.learn(listening.peer_id, listening.addresses)
+    await client.connect(relay.addresses[0])
+    await relay.connect(bound)
+
+
+async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that was down, or not in reach, when it was dialled."""
+    monkeypatch.setattr(punched_streams, "PAUSES_S", (0.05,))
+    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
+        seems_symmetric(client)
+        serve_echo(listening)
+        bound = listening.addresses[0]
+        await meet_through(relay, client, listening)
+        assert await echoed(client, listening)
+        assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+        client.learn(listening.peer_id, [bound])
+        await until(lambda: client.way_to(listening.peer_id) == DIRECT, "the client has dialled")
+        await relay.close()
+        assert await echoed(client, listening)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_it(kind: str) -> None:
     """As behind a firewall that lets connections to port 443 out."""
@@ -177,9 +204,7 @@ async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_i
         serve_echo(listening)
         listening.accept_bulk("echo", send_back)
         client.accept_bulk("echo", send_back)
-        client.learn(listening.peer_id, [Address.of("127.0.0.1", free_port())])
-        await client.connect(relay.addresses[0])
-        await relay.connect(listening.addresses[0])
+        await meet_through(relay, client, listening)
         assert await echoed(client, listening)
         assert await echoed(listening, client)
         for here, there in ((client, listening), (listening, client)):

@@ -51,7 +51,7 @@ from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.rpc.uplink import Uplink
-from manyhands.rpc.ways import DIRECT, Way
+from manyhands.rpc.ways import DIRECT, PUNCHED, Way
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport, is_control
 from manyhands.version import __version__
@@ -642,13 +642,17 @@ class Endpoint:
 
     async def _run_relayed(self, connection: ControlConnection, stream: ControlStream) -> None:
         """Run a connection through a relay, and replace it by one without a relay if that is possible."""
-        async with self._tasks.beside(self._punch(connection), name=f"a way to {connection.remote} without a relay"):
+        name = f"a way to {connection.remote} without a relay"
+        async with self._tasks.beside(self._leave_relay(connection), name=name):
             await self._run(connection, stream)
 
-    async def _punch(self, connection: ControlConnection) -> None:
-        self._opened(await self._punched.open_some_time(connection, self._hello(CONTROL)))
+    async def _leave_relay(self, connection: ControlConnection) -> None:
         remote = connection.remote
-        logger.info("Peer %s is connected without a relay now: both have dialled at the same time", remote)
+        dial = functools.partial(self._openers.dial, remote)
+        opened = await self._punched.open_some_time(connection, self._hello(CONTROL), dial)
+        self._opened(opened)
+        how = "both have dialled at the same time" if opened.way == PUNCHED else "it could be dialled"
+        logger.info("Peer %s is connected without a relay now: %s", remote, how)
 
     def _note_reached(self, peer_id: PeerId, address: Address, host: str) -> None:
         self.learn(peer_id, [address], AddressSource.WORKED)

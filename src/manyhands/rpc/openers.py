@@ -7,7 +7,8 @@ this peer                    how
 ===========================  ===========================================================================================
 can be dialled               it dials
 cannot be dialled            it dials, and asks relays if that fails; a relayed connection is replaced by a punched one
-                             as soon as there is one (:meth:`manyhands.rpc.endpoint.Endpoint._run_relayed`)
+                             or a dialled one as soon as there is one
+                             (:meth:`manyhands.rpc.endpoint.Endpoint._run_relayed`)
 ===========================  ===========================================================================================
 
 A bulk connection, by the control connection to that peer; the first row that applies:
@@ -87,7 +88,7 @@ class Openers:
         deadline = loop.time() + timeout_s
         relays = [relay for relay in self._pool.relays() if relay != peer_id] if self._is_client() else []
         try:
-            return await self._dial(peer_id, hello, timeout_s / 2 if relays else timeout_s)
+            return await self.dial(peer_id, hello, timeout_s / 2 if relays else timeout_s)
         except Unavailable as error:
             if not relays:
                 raise
@@ -113,7 +114,7 @@ class Openers:
             return opener
         self._book.check_known(peer_id)
         if connection is None or self._is_client() or connection.is_dialled:
-            return lambda hello: self._dial(peer_id, hello, timeout_s)
+            return lambda hello: self.dial(peer_id, hello, timeout_s)
         return lambda hello: self._dial_or_ask(connection, hello, timeout_s)
 
     def back(self, peer_id: PeerId, timeout_s: float) -> OpenOne | None:
@@ -134,7 +135,8 @@ class Openers:
 
     # the ways
 
-    async def _dial(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> Opened:
+    async def dial(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> Opened:
+        """Open a connection at one of the addresses of a peer."""
         self._book.check_known(peer_id)
         return await self._dialler.open(self._book.addresses_of(peer_id), hello, timeout_s, self._book.heard(peer_id))
 
@@ -142,7 +144,7 @@ class Openers:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
-            return await self._dial(connection.remote, hello, timeout_s / 2)
+            return await self.dial(connection.remote, hello, timeout_s / 2)
         except Unavailable as error:
             logger.debug("peer %s is asked to dial this one: %s", connection.remote, error)
             try:
@@ -162,7 +164,7 @@ class Openers:
             if not has_addresses:
                 raise
             try:
-                return await self._dial(peer_id, hello, deadline - loop.time())
+                return await self.dial(peer_id, hello, deadline - loop.time())
             except Unavailable as failure:
                 raise Unavailable(f"{error}; {failure}") from error
 

@@ -141,10 +141,20 @@ class PunchedStreams:
         self._has_moved.set()
         self._has_moved = asyncio.Event()
 
-    async def open_some_time(self, connection: ControlConnection, hello: Hello) -> Opened:
-        """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection."""
+    async def open_some_time(
+        self, connection: ControlConnection, hello: Hello, dial: Callable[[Hello, float], Awaitable[Opened]]
+    ) -> Opened:
+        """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection.
+
+        Args:
+            dial: opens a connection to a target that can be dialled, within some seconds. It comes before each
+                attempt, as the target may only have been down, or this peer may have moved.
+        """
         for pause_s in itertools.cycle(PAUSES_S):
             has_moved = self._has_moved  # also a move during the attempt ends the pause after it
+            if not connection.is_client:
+                with suppress(Unavailable, PeerError):
+                    return await dial(hello, DIAL_TIMEOUT_S)
             if self._outside.is_known:
                 with suppress(Unavailable, PeerError):
                     return await self.open(connection, hello, DIAL_TIMEOUT_S)
