@@ -65,11 +65,11 @@ class Router:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[Router, int]]:
+def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[Router, int]]:
     """A router on the loopback interface, and its port."""
     router, is_over = Router(), threading.Event()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
-        listening.bind(("127.0.0.1", 0))
+        listening.bind((host, port))
         listening.settimeout(0.05)
 
         def serve() -> None:
@@ -94,7 +94,7 @@ def serving() -> Iterator[tuple[Router, int]]:
 def test_a_port_is_mapped_until_it_is_released(num_lost: int) -> None:
     with serving() as (router, server_port):
         router.num_lost, router.offset = num_lost, 5
-        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
+        mapping = PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port))
         assert (mapping.host, mapping.port) == (PUBLIC, PORT + 5)
         assert router.mappings == {PORT + 5: PORT}
         mapping.release()
@@ -104,7 +104,7 @@ def test_a_port_is_mapped_until_it_is_released(num_lost: int) -> None:
 def test_a_mapping_is_renewed_after_half_of_its_lifetime() -> None:
     with serving() as (router, server_port):
         router.lifetime_s = 2
-        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
+        mapping = PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port))
         deadline = time.monotonic() + 60.0
         while len(router.asked) < 2:
             assert time.monotonic() < deadline
@@ -121,7 +121,7 @@ def test_a_router_that_restarts_with_another_address_maps_the_port_again(
     monkeypatch.setattr(port_mapping, "RENEW_S", 0.1)
     moved: queue.Queue[tuple[str, int]] = queue.Queue()
     with serving() as (router, server_port):
-        mapping = PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port), lambda *place: moved.put(place))
+        mapping = PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port), lambda *place: moved.put(place))
         router.result = 3  # it has no address yet
         while "did not renew" not in caplog.text:
             time.sleep(0.01)
@@ -135,11 +135,24 @@ def test_a_router_that_restarts_with_another_address_maps_the_port_again(
     assert caplog.text.count("did not renew") == 1, "told once"
 
 
+def test_after_a_move_the_router_there_maps_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_mapping, "RENEW_S", 0.1)
+    gateways = ["127.0.0.1"]
+    moved: queue.Queue[tuple[str, int]] = queue.Queue()
+    with serving() as (_, server_port), serving("127.0.0.2", server_port) as (router, _):
+        router.host = "198.51.45.8"
+        mapping = PortMapping(NatPmpRouter(lambda: gateways[-1], PORT, server_port), lambda *place: moved.put(place))
+        gateways.append("127.0.0.2")
+        assert moved.get(timeout=60.0) == ("198.51.45.8", PORT)
+        mapping.release()
+        assert router.mappings == {}
+
+
 def test_a_router_that_refuses_is_named_with_its_reason() -> None:
     with serving() as (router, server_port):
         router.result = 2
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1 refuses: NAT-PMP is turned off"):
-            PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
+            PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port))
 
 
 def test_a_router_that_never_answers_costs_two_seconds() -> None:
@@ -147,7 +160,7 @@ def test_a_router_that_never_answers_costs_two_seconds() -> None:
         router.num_lost = 100
         began = time.monotonic()
         with pytest.raises(Unavailable, match="does not answer NAT-PMP"):
-            PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
+            PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port))
         assert time.monotonic() - began < 10.0
 
 
@@ -155,9 +168,9 @@ def test_a_router_that_does_not_listen_is_given_up_at_once() -> None:
     with serving() as (_, server_port):
         pass
     with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
-        PortMapping(NatPmpRouter("127.0.0.1", PORT, server_port))
+        PortMapping(NatPmpRouter(lambda: "127.0.0.1", PORT, server_port))
     with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
-        PortMapping(NatPmpRouter("255.255.255.255", PORT))  # as without a network, no packet leaves
+        PortMapping(NatPmpRouter(lambda: "255.255.255.255", PORT))  # as without a network, no packet leaves
 
 
 @pytest.mark.parametrize(("host", "is_found"), [(PUBLIC, True), (PRIVATE, False)])
@@ -166,7 +179,7 @@ def test_a_first_peer_asks_its_router(host: str, is_found: bool, monkeypatch: py
     with serving() as (router, server_port):
         router.host = host
         monkeypatch.setattr(public_address, "NatPmpRouter", functools.partial(NatPmpRouter, server_port=server_port))
-        found = infer(PORT, metadata=NOBODY, services=(), gateway="127.0.0.1")
+        found = infer(PORT, metadata=NOBODY, services=(), gateway=lambda: "127.0.0.1")
         assert (found is not None) == is_found
         if found is not None:
             assert (found.host, found.port, found.is_open) == (PUBLIC, PORT, True)

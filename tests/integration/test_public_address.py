@@ -260,7 +260,7 @@ def router_with(host: str) -> Iterator[Router]:
 
 def test_a_router_maps_the_port_until_the_peer_ends() -> None:
     with router_with(ROUTER) as router:
-        found = infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="")
+        found = infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway=str)
         assert found is not None
         assert (found.host, found.port, found.is_open) == (ROUTER, PORT, True)
         assert router.mappings == {str(PORT): "127.0.0.1"}
@@ -297,7 +297,7 @@ def test_a_peer_that_joins_announces_the_port_that_the_router_maps(monkeypatch: 
     released: list[str] = []
     undo: list[Callable[[], None]] = []
     mapped = PublicAddress(ROUTER, PORT, "the router", release=lambda: released.append("port"))
-    monkeypatch.setattr(public_address, "mapped_by_router", lambda port, gateway, on_moved: mapped)
+    monkeypatch.setattr(public_address, "mapped_by_router", lambda port, on_moved: mapped)
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
         local = peer.addresses
         if any("127.0.0.1" in address for address in local):
@@ -340,7 +340,7 @@ def test_a_peer_tells_others_the_new_address_of_its_router(
     caplog.set_level(logging.INFO)
     tell: queue.Queue[Callable[[str, int], None]] = queue.Queue()
 
-    def mapped(port: int, gateway: str, on_moved: Callable[[str, int], None]) -> PublicAddress:
+    def mapped(port: int, on_moved: Callable[[str, int], None]) -> PublicAddress:
         tell.put(on_moved)
         return PublicAddress(ROUTER, PORT, "the router")
 
@@ -364,14 +364,14 @@ def test_a_peer_tells_others_the_new_address_of_its_router(
 
 def test_a_router_behind_another_one_has_no_public_address() -> None:
     with router_with(PRIVATE) as router:
-        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="") is None
+        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway=str) is None
         assert router.mappings == {}
 
 
 def test_a_port_of_another_machine_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with router_with(ROUTER) as router:
         router.mappings[str(PORT)] = "192.168.1.9"
-        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="") is None
+        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway=str) is None
         assert router.mappings == {str(PORT): "192.168.1.9"}
     assert "to another machine, 192.168.1.9" in caplog.text
 
@@ -386,7 +386,7 @@ def test_a_machine_without_a_route_searches_for_no_router_and_prints_nothing() -
 
 def test_a_mapping_that_is_not_needed_is_taken_back() -> None:
     with router_with(ROUTER) as router, http_server(aws) as metadata:
-        found = infer(PORT, metadata=metadata, services=(), multicast_interface="127.0.0.1", gateway="")
+        found = infer(PORT, metadata=metadata, services=(), multicast_interface="127.0.0.1", gateway=str)
         assert found is not None
         assert found.host == PUBLIC
         assert router.mappings == {}

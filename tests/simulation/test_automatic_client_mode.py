@@ -144,7 +144,7 @@ def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(
             presence.own_mode.ask_now()
             await presence.own_mode.decided()
             await asyncio.sleep(5.0)
-            presence.own_mode.listen_if_possible()
+            presence.own_mode.change_if_due()
             modes.append(presence.endpoint.client_mode)
         finally:
             await presence.stop()
@@ -154,6 +154,47 @@ def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(
     world.start("mapped", mapped_peer)
     world.run(60.0)
     assert modes == [mapped_after_s > 5.0, False]
+
+
+def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a laptop that is carried away from a router that maps its port."""
+    world = World(3)
+    world.network.default_link.latency_s = 0.02
+    moving = world.host("moving")
+    monkeypatch.setattr("manyhands.rpc.announce.hosts_of_this_machine", lambda protocol: [moving.ip, "127.0.0.1"])
+    first: list[Address] = []
+    modes: list[bool] = []
+
+    async def open_peer(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.start(first, [Address.of(host.ip, PORT)])
+            first.extend(presence.endpoint.addresses)
+            await asyncio.sleep(300.0)
+        finally:
+            await presence.stop()
+
+    async def moving_peer(host: Host) -> None:
+        await asyncio.sleep(2.0)
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.start(first, [Address.of("0.0.0.0", PORT)], finds_mode=True)
+            for router, ip in (("none", host.ip), ("symmetric", "30.0.0.2"), ("none", "30.0.0.3")):
+                host.router = router  # type: ignore[assignment]
+                if ip != host.ip:
+                    world.network.move(host.name, ip)
+                for _ in range(9):
+                    await asyncio.sleep(10.0)
+                    presence.own_mode.change_if_due()  # as after a global step
+                modes.append(presence.endpoint.client_mode)
+        finally:
+            await presence.stop()
+
+    for name in ("one", "two", "three"):
+        world.start(name, open_peer)
+    world.start("moving", moving_peer)
+    world.run(310.0)
+    assert modes == [False, True, False]
 
 
 def test_a_peer_that_finds_nobody_does_not_wait_for_somebody_to_dial_it(caplog: pytest.LogCaptureFixture) -> None:

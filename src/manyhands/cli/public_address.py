@@ -13,7 +13,6 @@ from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, ManyhandsError
 from manyhands.peer import Peer, Presence
 from manyhands.reach import public_address
-from manyhands.reach.nat_pmp import default_gateway
 from manyhands.reach.port_mapping import speaks_upnp
 from manyhands.reach.public_address import PublicAddress
 from manyhands.reach.seen_host import SeenHost
@@ -78,9 +77,7 @@ def map_port(peer: Peer, at_exit: Callable[[Callable[[], None]], None]) -> None:
         return
 
     def run() -> None:
-        found = public_address.mapped_by_router(
-            private[0].port, gateway=default_gateway(), on_moved=partial(_moved, peer)
-        )
+        found = public_address.mapped_by_router(private[0].port, on_moved=partial(_moved, peer))
         if found is None:
             return
         at_exit(found.release)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.base.address import public_host
@@ -34,7 +35,7 @@ class NatPmpRouter:
     """A router with NAT-PMP.
 
     Args:
-        gateway: its IPv4 address.
+        gateway: returns its IPv4 address, empty if there is none; for each mapping, as the machine may have moved.
         port: the port that this machine listens on; the router chooses the one outside.
         server_port: the port of the router for NAT-PMP.
 
@@ -42,9 +43,10 @@ class NatPmpRouter:
         lifetime_s: of the mapping, as the router says.
     """
 
-    def __init__(self, gateway: str, port: int, server_port: int = SERVER_PORT) -> None:
+    def __init__(self, gateway: Callable[[], str], port: int, server_port: int = SERVER_PORT) -> None:
         self.lifetime_s: float = LIFETIME_S
-        self._router = (gateway, server_port)
+        self._gateway = gateway
+        self._router = ("", server_port)
         self._own_port = port
         self._mapped_port = port
 
@@ -54,6 +56,9 @@ class NatPmpRouter:
         Raises:
             Unavailable: the router does not answer, refuses, or has no public address.
         """
+        self._router = (self._gateway(), self._router[1])
+        if not self._router[0]:
+            raise Unavailable("this machine has no default route")
         host = public_host(socket.inet_ntoa(self._ask(ADDRESS, b"", 4)))
         if not host:
             raise Unavailable(f"the router {self._router[0]} has no public address: it is behind another router")

@@ -2,8 +2,17 @@
 
 A peer behind a firewall that announces addresses is worse than a client: others wait for dials to it that fail. So a
 peer that no other has dialled asks up to ``NUM_ASKED`` of the peers that it knows to dial it back. If none of them can,
-it becomes a client. It goes on asking, as its port may be opened later; it is then a listening peer again from its
-next global step on.
+it becomes a client.
+
+=================  ================================================  ===============================================
+this peer          asks others                                       and then
+=================  ================================================  ===============================================
+has just joined    after a second, then each ``ASK_PERIOD_S``        listens, or is a client, at once
+is a client        each ``ASK_AGAIN_S``, and when it has got a new   listens from its next global step on, if one of
+                   address: its port may be open by now              them can dial it
+listens            when its addresses have changed, until two have   is a client from its next global step on, if none
+                   tried: it may have moved behind a router          of them can dial it
+=================  ================================================  ===============================================
 """
 
 from __future__ import annotations
@@ -58,7 +67,8 @@ class OwnMode:
     """Decides whether this peer is a client. Lives on the network thread.
 
     Attributes:
-        may_listen: whether this peer is a client that another one has reached meanwhile, and can leave client mode.
+        changes: whether this peer is a client that another one has reached meanwhile, or listens and nobody can dial
+            it any more: its mode changes with its next global step.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode) -> None:
@@ -67,10 +77,11 @@ class OwnMode:
         self._is_decided = asyncio.Event()
         self._has_new_address = asyncio.Event()
         self._tasks = TaskOwner("own mode")
-        self.may_listen = False
+        self.changes = False
 
     def start(self) -> None:
         """Begin to find out, in the background."""
+        self._endpoint.on_announced.append(self.ask_now)
         self._tasks.spawn(self._watch(), name=FINDING_OUT)
 
     async def close(self) -> None:
@@ -93,32 +104,45 @@ class OwnMode:
             except Timeout as error:
                 logger.warning("%s", error)
 
-    def listen_if_possible(self) -> None:
-        """Leave client mode if another peer has reached this one since it entered it."""
-        if self.may_listen:
-            self.may_listen = False
-            self._endpoint.set_client_mode(is_on=False)
+    def change_if_due(self) -> None:
+        """Enter or leave client mode, if what others could dial has changed since the last global step."""
+        if not self.changes:
+            return
+        self.changes = False
+        if self._endpoint.client_mode:
+            self._set_client_mode(is_on=False)
             logger.info("Other peers can dial this one now: it is no longer a client")
+        else:
+            self._enter_client_mode("its addresses have changed, and the peers that tried could not")
 
     async def _watch(self) -> None:
         is_client, num_asked = await self._decide()
         if is_client:
-            self._endpoint.set_client_mode(is_on=True)
-            if num_asked == 0:
-                why = "none answered in time"
-            elif num_asked == 1:
-                why = "the peer that tried could not"
-            else:
-                why = f"the {num_asked} peers that tried could not"
-            logger.warning(
-                "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
-                "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case",
-                why,
-            )
+            tried = "the peer that tried" if num_asked == 1 else f"the {num_asked} peers that tried"
+            self._enter_client_mode(f"{tried} could not" if num_asked else "none answered in time")
         self._is_decided.set()
-        while self._endpoint.client_mode and not self.may_listen:
-            await wait_at_most(self._has_new_address, ASK_AGAIN_S)
-            self.may_listen = any(await self._ask(self._dialers()))
+        knows_mode = True
+        while True:
+            if knows_mode and not self._endpoint.client_mode:
+                await self._has_new_address.wait()
+                await asyncio.sleep(ASK_PERIOD_S)  # a new network may not work at once
+            else:
+                await wait_at_most(self._has_new_address, ASK_AGAIN_S)
+            could_dial = await self._ask(self._dialers())
+            can_be_dialled = any(could_dial)
+            knows_mode = can_be_dialled or len(could_dial) > 1  # one might have a firewall of its own
+            self.changes = knows_mode and can_be_dialled == self._endpoint.client_mode
+
+    def _set_client_mode(self, *, is_on: bool) -> None:
+        self._endpoint.set_client_mode(is_on=is_on)
+        self._has_new_address.clear()  # what this peer announces has changed, but not where it is
+
+    def _enter_client_mode(self, why: str) -> None:
+        self._set_client_mode(is_on=True)
+        logger.warning(
+            "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
+            "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case", why,
+        )  # fmt: skip
 
     async def _decide(self) -> tuple[bool, int]:
         """Return whether no peer can dial this one, and how many have tried."""

@@ -63,7 +63,7 @@ def infer(
     metadata: str = METADATA,
     services: Sequence[str] = SERVICES,
     multicast_interface: str = "",
-    gateway: str | None = None,
+    gateway: Callable[[], str] = default_gateway,
     on_moved: OnMoved = lambda host, port: None,
 ) -> PublicAddress | None:
     """Return the best public address that a source knows, within ``SOURCE_TIMEOUT_S``; None if none does.
@@ -73,12 +73,11 @@ def infer(
         maps_port: ask the router to map it.
         metadata, services: addresses of the clouds' metadata service, and of services on the internet.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
-        gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
+        gateway: returns the IPv4 address of the router for NAT-PMP; empty for none.
         on_moved: called when the router's mapping leads from another address.
     """
     sources = _clouds(port, metadata)
     if maps_port:
-        gateway = default_gateway() if gateway is None else gateway
         sources.append(partial(mapped_by_router, port, multicast_interface, gateway, on_moved))
     sources += [partial(_from_service, port, service) for service in services]
     deadline = time.monotonic() + SOURCE_TIMEOUT_S
@@ -144,7 +143,10 @@ def _aws_headers(metadata: str) -> dict[str, str]:
 
 
 def mapped_by_router(
-    port: int, interface: str = "", gateway: str = "", on_moved: OnMoved = lambda host, port: None
+    port: int,
+    interface: str = "",
+    gateway: Callable[[], str] = default_gateway,
+    on_moved: OnMoved = lambda host, port: None,
 ) -> PublicAddress | None:
     """Ask the router to map a port to this machine, by UPnP or NAT-PMP; return the address outside.
 
@@ -152,7 +154,7 @@ def mapped_by_router(
 
     Args:
         interface: IP address of the interface on which routers are searched for; by default the usual one.
-        gateway: IPv4 address of the router; empty if unknown.
+        gateway: returns the IPv4 address of the router for NAT-PMP; empty for none.
         on_moved: called when the mapping leads from another address.
     Returns:
         None if no router answers, it is behind another router, or the port is mapped to another machine.
@@ -167,7 +169,7 @@ def mapped_by_router(
             )
             return None
         return _mapped(upnp, "UPnP", on_moved)
-    return _mapped(NatPmpRouter(gateway, port), "NAT-PMP", on_moved) if gateway else None
+    return _mapped(NatPmpRouter(gateway, port), "NAT-PMP", on_moved)
 
 
 def _mapped(router: MappingRouter, how: str, on_moved: OnMoved) -> PublicAddress | None:

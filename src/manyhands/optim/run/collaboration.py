@@ -373,7 +373,7 @@ class Collaboration:
             waiting: samples of this peer that wait for the next step already.
             sketch: of the new parameters; see :mod:`.drift`.
         """
-        self.presence.own_mode.listen_if_possible()
+        self.presence.own_mode.change_if_due()
         self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads, self._state_donors = 0, ()
