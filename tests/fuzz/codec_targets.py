@@ -1,4 +1,4 @@
-"""Fuzz targets: encoded values of a round."""
+"""Fuzz targets: encoded values of a round, and what reducers tell of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import functools
 
 import torch
 
+from manyhands.averaging.allreduce.checks import SpanCheck, Told
+from manyhands.averaging.allreduce.means import BadRecord, MeansRecords
 from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment, Sparse
 from tests.fuzz.target import Target
 
 NUMEL = 500
 PLAN = Plan([Segment(0, 100, CODECS["int8"]), Segment(100, 150, CODECS["none"]), Segment(150, 400, CODECS["int4"])])
+
+EXACT = Plan([Segment(0, 6, CODECS["none"])])
+OWN, MEANS = torch.linspace(-1, 1, 3), torch.linspace(-0.5, 2, 6)
+RECORDS = MeansRecords(3, [0, 1], is_measured=True, has_products=True)
 
 
 def _numel_of(codec: Codec, num_bytes: int) -> int:
@@ -45,6 +51,17 @@ def _slice() -> bytes:
     return bytes(out.tolist())
 
 
+def _check_means(data: bytes) -> None:
+    """Read what a reducer tells after its means, and check these by it, as rank 0 does."""
+    size = RECORDS.num_bytes(2)
+    presents, told = RECORDS.read(data[:size].ljust(size, b"\0"))
+    check = SpanCheck(EXACT, 0, [1.0, 2.0, 0.0], [1.0, 0.5, 1.0], 2, 0.0)
+    for number, start in enumerate((0, 3)):
+        check.add(number, start, MEANS[start : start + 3], OWN)
+    if all(0 in present for present in presents):
+        check.fault(presents, told)
+
+
 TARGETS = [
     *(
         Target(
@@ -56,6 +73,14 @@ TARGETS = [
             weight=0.3,
         )
         for codec in (*CODECS.values(), NONE_FLOAT64, Sparse(top=10, chunk=200))
+    ),
+    Target(
+        name="averaging.means-record",
+        seeds=[RECORDS.encode([[0, 1], [0]], Told([1.5, 2.5, 0.0], [0.5, 1.0, 0.0]))],
+        run=_check_means,
+        errors=(BadRecord,),
+        kind="bytes",
+        weight=0.3,
     ),
     Target(name="codec.slice", seeds=[_slice()], run=_decode_slice, errors=(BadEncoding,), kind="bytes", weight=0.3),
 ]

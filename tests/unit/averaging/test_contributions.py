@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, parts_of
+from manyhands.averaging.allreduce.checks import Told
+from manyhands.averaging.allreduce.means import BadRecord, MeansRecords, parts_of
 from manyhands.averaging.messages import SpanResult
 from tests.unit.averaging.groups import group_of
 
@@ -49,14 +50,23 @@ def test_parts_lie_end_to_end_and_say_of_each_chunk_who_is_in_it(chunks: list[tu
 
 @given(st.integers(1, 20), st.data())
 def test_records_survive_the_wire(num_members: int, data: st.DataObject) -> None:
-    records = ContributionRecords(num_members, range(num_members))
+    sizes = st.lists(st.floats(0.0, width=32), min_size=num_members, max_size=num_members)
+    told = Told(data.draw(sizes), data.draw(sizes))
+    records = MeansRecords(num_members, range(num_members), is_measured=True, has_products=True)
     presents = data.draw(st.lists(st.sets(st.integers(0, num_members - 1), min_size=1).map(sorted), max_size=5))
-    record = records.record(presents)
-    assert len(record) == records.mask_bytes * len(presents)
-    assert records.read_record(record) == presents
+    record = records.encode(presents, told)
+    assert len(record) == records.num_bytes(len(presents))
+    assert records.read(record) == (presents, told)
 
 
 @pytest.mark.parametrize("record", [b"\x00", b"\x02", b"\x08", b"\x01\x00"])
 def test_records_that_cannot_be_are_refused(record: bytes) -> None:
-    with pytest.raises(BadContribution):
-        ContributionRecords(3, [0, 2]).read_record(record)
+    with pytest.raises(BadRecord):
+        MeansRecords(3, [0, 2]).read(record)
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan")])
+def test_norms_that_cannot_be_are_refused(norm: float) -> None:
+    records = MeansRecords(2, [0, 1], is_measured=True)
+    with pytest.raises(BadRecord, match="negative, or not a number"):
+        records.read(records.encode([[0, 1]], Told([1.0, norm], [])))

@@ -29,7 +29,7 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.checks import CLOSE, LEAVES_OUT, Norms, SpanCheck, Told
-from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, parts_of
+from manyhands.averaging.allreduce.means import BadRecord, Means, MeansRecords, parts_of
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Gathered, NotFinite, Plan, Unsent, is_finite
@@ -149,11 +149,11 @@ class Butterfly:
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk; only where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer: contributors to each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
-        self._records = ContributionRecords(num_members, contributors)
+        self._records = MeansRecords(
+            num_members, contributors, is_measured=is_measured, has_products=not plan.passes_on
+        )
         self._encoded = self._memory_of_means(memory)
         self._norms = Norms(plan, num_members) if is_measured else None
-        num_products = 0 if plan.passes_on else num_members
-        self._norms_record = struct.Struct(f"<{num_members}f{num_products}d" if is_measured else "<")
         self._is_checked = is_measured and not (plan.passes_on or is_robust)
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
@@ -342,8 +342,7 @@ class Butterfly:
         if rank in self.faults:
             return  # its stream ends; a record that lacks the member's values would be a lie to it
         told = self._norms.told() if self._norms is not None else Told([], [])
-        record = self._records.record(self._reducer.presents)
-        yield memoryview(record + self._norms_record.pack(*told.norms, *told.products))  # in one message
+        yield memoryview(self._records.encode(self._reducer.presents, told))
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values, or of a member's own means."""
@@ -401,14 +400,9 @@ class Butterfly:
             yield from self._rooms_for_exact(rank, check)
         else:
             yield from self._rooms_for_encoded(rank, check)
-        size = self._records.mask_bytes * len(self.partition.chunks[rank])
-        record = bytearray(size + self._norms_record.size)
+        record = bytearray(self._records.num_bytes(len(self.partition.chunks[rank])))
         yield memoryview(record)
-        presents = self._read_record(record[:size], rank)
-        numbers = self._norms_record.unpack(record[size:])
-        told = Told(list(numbers[: len(self._members)]), list(numbers[len(self._members) :]))
-        if not all(norm >= 0.0 for norm in told.norms):
-            raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
+        presents, told = self._read_record(bytes(record), rank)
         if check is not None and (fault := check.fault(presents, told)):
             raise self._invalid(rank, fault, "the means of ")
         if self._norms is not None:
@@ -506,18 +500,18 @@ class Butterfly:
         if num_bytes != due:
             raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
-    def _read_record(self, record: bytes | bytearray, rank: int) -> list[list[int]]:
-        """The contributors to each chunk of a reducer's span."""
+    def _read_record(self, record: bytes, rank: int) -> tuple[list[list[int]], Told]:
+        """The contributors to each chunk of a reducer's span, and what it tells of the members' values."""
         try:
-            presents = self._records.read_record(bytes(record))
-        except BadContribution as error:
+            presents, told = self._records.read(record)
+        except BadRecord as error:
             raise self._invalid(rank, f"is invalid: {error}", "the record of ") from error
         if self._plan.passes_on and presents != self._passed_on[rank]:
             raise self._invalid(rank, "are not of the members in its record")
         # a reducer that has lost a member sends it no record
         if self._owes_values_to(rank) and not all(self._rank in present for present in presents):
             raise self._invalid(rank, LEAVES_OUT, "the means of ")
-        return presents
+        return presents, told
 
     # memory
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
 
+from manyhands.averaging.allreduce.checks import Told
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Group, SpanResult
 
@@ -44,10 +46,6 @@ def digest_of(piece: torch.Tensor) -> bytes:
     return blake3(bytes_of(piece), max_threads=1).digest() if piece.numel() else b""
 
 
-class BadContribution(Exception):
-    """A reducer's record of its contributors is impossible."""
-
-
 def parts_of(held: Iterable[tuple[slice, int, Sequence[int]]], group: Group) -> list[SpanResult]:
     """The parts of a whole vector for the manifest; empty if all members with a weight contributed to everything.
 
@@ -67,36 +65,58 @@ def parts_of(held: Iterable[tuple[slice, int, Sequence[int]]], group: Group) -> 
     return parts if any(part.absent for part in parts) else []
 
 
-class ContributionRecords:
-    """The record that a reducer sends with its means: who contributed to each chunk of its span.
+class BadRecord(Exception):
+    """What a reducer tells after its means is impossible."""
+
+
+class MeansRecords:
+    """What a reducer sends after its means: who contributed to each chunk, and of their values the size and product.
+
+    For each chunk it has one bit for each rank, the lowest bit of a byte first; then the norm of each member's values
+    in the span (float32) and their product with the means (float64).
 
     Args:
         contributors: ranks that may contribute.
+        is_measured: whether it has norms.
+        has_products: whether it has products, too.
     """
 
-    def __init__(self, num_members: int, contributors: Iterable[int]) -> None:
-        self.mask_bytes = (num_members + 7) // 8  # for each chunk
+    def __init__(
+        self, num_members: int, contributors: Iterable[int], *, is_measured: bool = False, has_products: bool = False
+    ) -> None:
+        self._num_members = num_members
         self._contributors = frozenset(contributors)
+        self._mask_bytes = (num_members + 7) // 8
+        num_products = num_members if has_products else 0
+        self._numbers = struct.Struct(f"<{num_members}f{num_products}d" if is_measured else "<")
 
-    def record(self, presents: Sequence[Iterable[int]]) -> bytes:
-        """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
-        masks = []
-        for present in presents:
-            mask = sum(1 << rank for rank in present)
-            masks.append(mask.to_bytes(self.mask_bytes, "little"))
-        return b"".join(masks)
+    def num_bytes(self, num_chunks: int) -> int:
+        """Size of the record of a span with so many chunks."""
+        return self._mask_bytes * num_chunks + self._numbers.size
 
-    def read_record(self, record: bytes) -> list[list[int]]:
-        """Decode a record: ranks of the contributors, by chunk.
+    def encode(self, presents: Iterable[Iterable[int]], told: Told) -> bytes:
+        """Encode the ranks that contributed to each chunk, and what is told of all members."""
+        masks = [sum(1 << rank for rank in present).to_bytes(self._mask_bytes, "little") for present in presents]
+        return b"".join(masks) + self._numbers.pack(*told.norms, *told.products)
+
+    def read(self, record: bytes) -> tuple[list[list[int]], Told]:
+        """Decode a record of a valid size: ranks of the contributors, by chunk, and what it tells of all members.
 
         Raises:
-            BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.
+            BadRecord: no member contributed to a chunk, or one without a weight or outside the group did; a norm is
+                negative or not a number.
         """
-        size, presents = self.mask_bytes, []
-        for start in range(0, len(record), size):
+        size = self._mask_bytes
+        end = len(record) - self._numbers.size
+        presents = []
+        for start in range(0, end, size):
             bits = int.from_bytes(record[start : start + size], "little")
             present = [rank for rank in range(8 * size) if bits >> rank & 1]
             if not present or not self._contributors.issuperset(present):
-                raise BadContribution(f"ranks {present} contributed to a chunk, not of {sorted(self._contributors)}")
+                raise BadRecord(f"ranks {present} contributed to a chunk, not of {sorted(self._contributors)}")
             presents.append(present)
-        return presents
+        numbers = self._numbers.unpack(record[end:])
+        told = Told(list(numbers[: self._num_members]), list(numbers[self._num_members :]))
+        if not all(norm >= 0.0 for norm in told.norms):
+            raise BadRecord("a norm is negative, or not a number")
+        return presents, told
