@@ -4,18 +4,24 @@
 
 Four, eight or 16 peers train a classifier of ten clusters that overlap, in one process. In each step the limits of the
 library (:mod:`manyhands.averaging.round.limits`) and the rules of the roster are applied, as in a round of an open run:
-weights are capped, values clipped, members left out, blamed and barred. One of four peers, one or three of eight, or
-seven of 16 lie from the first step on, in all steps:
+weights are capped, values clipped, members left out, blamed and barred. One of four peers, one or three of eight, and
+one, three, five or seven of 16 (with ``--quick`` only seven) lie from the first step on, in all steps:
 
-flip x1, x9, x1000 the gradient times -1, -9, -1000, which it says to the others
+flip x1, x9, x10,  the gradient times -1, -9, -10, -1000, which it says to the others
+x1000
 weight x100        the gradient times -1, with 100 times the samples
 late weight x100   the same, but honest for the first half of the steps
 norm lie           the gradient times -9, and the norm of the gradient
 free rider         zeros
 noise              random values, nine times as long as the gradient
 label flip         the gradient of wrong labels
+delayed            its gradient of 20 steps ago
+copier             the gradient of another peer
+false accuser      its gradient, but as a reducer it leaves another peer out of its span, as if that had sent nothing
 a little           all liars send the others' mean minus 1.5 of their standard deviations, value by value (Baruch et
                    al., A Little Is Enough, arXiv:1902.06156)
+min-max            all liars send the others' mean minus so many of their standard deviations that it is as far from
+                   each of them as two of them are from each other (Shejwalkar and Houmansadr, NDSS 2021)
 reducer x-1        its gradient, but as a reducer -1 times the mean of its span (each peer owns an equal one)
 reducer x-1000     the same with -1000
 reducer 90%        the same, but only the smallest 90% of the values are reversed, as much as its checks let pass
@@ -23,10 +29,11 @@ reducer 90%        the same, but only the smallest 90% of the values are reverse
 A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with chunks of 1,000 values; "before" is the
 mean with weights of up to 100 times the median for everybody (docs/adr/0018), and "unchecked" is "clip" without the
 checks of reducers (docs/adr/0051). Both are shown only where they differ. Printed for each row: the loss on held-out
-samples at the end, that of the same run if nobody lies (clean), and that if the liars are not there (absent); with
-several seeds, the medians, and the lowest and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence,
-heldout_loss, clean_loss, absent_loss, lowest_loss, highest_loss}`. At last the table of the docs, and what a reducer
-pays for centered clipping: the time of one core for a million values, in chunks of the default size.
+samples at the end, that of the same run if nobody lies (clean), that if the liars are not there (absent), and how many
+liars and how many others were members of the roster and ceased to be; with several seeds, the medians, and the lowest
+and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss,
+lowest_loss, highest_loss, lost_standing, honest_lost_standing}`. At last the table of the docs, and what a reducer pays
+for centered clipping: the time of one core for a million values, in chunks of the default size.
 """
 
 from __future__ import annotations
@@ -35,9 +42,10 @@ import functools
 import math
 import statistics
 import timeit
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _command_line import Parser, json_path, positive_int, run, write_json
@@ -56,9 +64,12 @@ APART = 0.5
 BATCH = 64
 CHUNK_NUMEL = 1000
 DEVIATIONS = 1.5
+DELAY = 20
 NUM_HELD_OUT = 2000
 NUM_STEPS, NUM_STEPS_QUICK = 300, 60
 FIRST_SEED = 7
+GROUPS = [(4, 1), (8, 1), (8, 3), (16, 7)]
+"""How many peers, and how many of them lie."""
 ANYBODY = limits.MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 
 Vectors = Sequence[torch.Tensor]
@@ -112,6 +123,22 @@ def most_reversed(mean: torch.Tensor) -> torch.Tensor:
     return torch.where(is_small, -factor * mean, mean)
 
 
+def a_little_off(honest: torch.Tensor) -> torch.Tensor:
+    return honest.mean(dim=0) - DEVIATIONS * honest.std(dim=0)
+
+
+def min_max(honest: torch.Tensor) -> torch.Tensor:
+    """As far from the mean as it may be without being farther from any honest peer than two of these are apart."""
+    mean, deviation = honest.mean(dim=0), honest.std(dim=0)
+    farthest = float(torch.cdist(honest, honest).max())
+    low, high = 0.0, 100.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        is_near = float((mean - middle * deviation - honest).norm(dim=1).max()) <= farthest
+        low, high = (middle, high) if is_near else (low, middle)
+    return mean - low * deviation
+
+
 @dataclass(frozen=True)
 class Attack:
     """What a liar sends.
@@ -121,7 +148,10 @@ class Attack:
         weight: of its samples.
         hides: it says the norm of its gradient, not of what it sends.
         is_late: it is honest in the first half of the steps.
-        is_a_little_off: it sends what the honest peers send on average, and ``DEVIATIONS`` of them less.
+        is_delayed: it sends its gradient of ``DELAY`` steps ago.
+        copies: it sends the gradient of an honest peer.
+        accuses: as a reducer it leaves an honest peer out, and says that this one has sent it nothing.
+        agreed: what all liars send, by what the honest peers send, one in each row.
         reduce: what it makes of the mean of its span.
     """
 
@@ -131,13 +161,17 @@ class Attack:
     is_noise: bool = False
     flips_labels: bool = False
     is_late: bool = False
-    is_a_little_off: bool = False
+    is_delayed: bool = False
+    copies: bool = False
+    accuses: bool = False
+    agreed: Callable[[torch.Tensor], torch.Tensor] | None = None
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 ATTACKS = {
     "flip x1": Attack(-1.0),
     "flip x9": Attack(-9.0),
+    "flip x10": Attack(-10.0),
     "flip x1000": Attack(-1000.0),
     "weight x100": Attack(-1.0, weight=100.0),
     "late weight x100": Attack(-1.0, weight=100.0, is_late=True),
@@ -145,12 +179,21 @@ ATTACKS = {
     "free rider": Attack(0.0),
     "noise": Attack(9.0, is_noise=True),
     "label flip": Attack(flips_labels=True),
-    "a little": Attack(is_a_little_off=True),
+    "delayed": Attack(is_delayed=True),
+    "copier": Attack(copies=True),
+    "false accuser": Attack(accuses=True),
+    "a little": Attack(agreed=a_little_off),
+    "min-max": Attack(agreed=min_max),
     "reducer x-1": Attack(reduce=times(-1.0)),
     "reducer x-1000": Attack(reduce=times(-1000.0)),
     "reducer 90%": Attack(reduce=most_reversed),
 }
 HONEST = Attack()
+
+
+def span_of(reducer: int, num_members: int, numel: int) -> slice:
+    """The equal part of the vector that a member reduces."""
+    return slice(numel * reducer // num_members, numel * (reducer + 1) // num_members)
 
 
 def reduced(
@@ -165,7 +208,7 @@ def reduced(
     for reducer, attack in enumerate(attacks):
         if attack.reduce is None:
             continue
-        span = slice(numel * reducer // len(vectors), numel * (reducer + 1) // len(vectors))
+        span = span_of(reducer, len(vectors), numel)
         sent[span] = attack.reduce(mean[span])
         told = Told(
             [float(vector[span].norm()) for vector in vectors],
@@ -179,10 +222,23 @@ def reduced(
     return sent, caught
 
 
+class Trained(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        loss: on held-out samples.
+        liars_lost, others_lost: how many liars and others were members of the roster, and ceased to be.
+    """
+
+    loss: float
+    liars_lost: int
+    others_lost: int
+
+
 def trained(
     seed: int, num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer_name: str, num_steps: int
-) -> float:
-    """Train, and return the loss on held-out samples; the liars are the last peers."""
+) -> Trained:
+    """Train; the liars are the last peers."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     centers = APART * torch.randn(NUM_CLASSES, NUM_INPUTS, generator=generator)
@@ -213,6 +269,8 @@ def trained(
     held_out = samples(NUM_HELD_OUT)
     ids = [PeerId(f"peer {number}") for number in range(num_peers)]
     roster = Roster()
+    lost = set[PeerId]()
+    before = {peer_id: deque[tuple[torch.Tensor, float]](maxlen=DELAY + 1) for peer_id in ids}
     for step in range(num_steps):
         lies = {
             peer_id: attack if number >= num_peers - num_liars and not (attack.is_late and 2 * step < num_steps)
@@ -222,9 +280,14 @@ def trained(
             if not roster.barred_rounds(peer_id)
         }  # fmt: skip
         sent = {peer_id: gradient(lie) for peer_id, lie in lies.items()}
-        honest = torch.stack([vector for peer_id, (vector, _) in sent.items() if lies[peer_id] == HONEST])
-        agreed = honest.mean(dim=0) - DEVIATIONS * honest.std(dim=0)
-        sent |= {one: (agreed, float(agreed.norm())) for one, lie in lies.items() if lie.is_a_little_off}
+        for peer_id, brought in sent.items():
+            before[peer_id].append(brought)
+        sent |= {one: before[one][0] for one, lie in lies.items() if lie.is_delayed}
+        victim = next(one for one, lie in lies.items() if lie == HONEST)
+        sent |= {one: sent[victim] for one, lie in lies.items() if lie.copies}
+        if attack.agreed is not None:
+            agreed = attack.agreed(torch.stack([vector for one, (vector, _) in sent.items() if lies[one] == HONEST]))
+            sent |= {one: (agreed, float(agreed.norm())) for one, lie in lies.items() if lie.agreed is not None}
         members = [
             Member(
                 peer_id, [], is_client=False, weight=BATCH * lies[peer_id].weight, norm=norm if defence.clips else 0.0
@@ -243,34 +306,55 @@ def trained(
         while True:  # the members exchange their values again without those that they complain of
             here = [rank for rank in range(len(members)) if rank not in found]
             left = Group(b"", leader, group.position, [group.members[rank] for rank in here])
-            brought = [vectors[rank] for rank in here]
+            values = [vectors[rank] for rank in here]
             attacks = [lies[group.members[rank].peer_id] for rank in here]
-            mean, caught = reduced(left, brought, defence.combine(left, brought), attacks)
+            mean, caught = reduced(left, values, defence.combine(left, values), attacks)
             if not caught or not defence.checks:
                 break
             found = found | {here[at] for at in caught}
         out = {members[rank].peer_id for rank in found}
         accused = {one: {leader} for one in out - {leader}}
+        if accusers := {one for one in sent if lies[one].accuses}:  # the others hold the same means: nobody is left out
+            others = [at for at, rank in enumerate(here) if members[rank].peer_id != victim]
+            those = Group(b"", leader, group.position, [left.members[at] for at in others])
+            without = defence.combine(those, [values[at] for at in others])
+            for at, rank in enumerate(here):
+                if members[rank].peer_id in accusers:
+                    span = span_of(at, len(here), len(mean))
+                    mean[span] = without[span]
+            accused[victim] = accusers
         counted = {group.members[rank].peer_id: weights[rank] for rank in here}
+        were_members = roster.members
         roster = roster.after(Attendance(leader, dict.fromkeys(sent, True), out, accused, weights=counted))
+        lost |= were_members - roster.members
         for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
     with torch.no_grad():
-        return float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
+        loss = float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
+    liars = {*ids[num_peers - num_liars :]}
+    return Trained(loss, len(lost & liars), len(lost - liars))
 
 
-def rows(num_steps: int, wanted: str, num_seeds: int) -> list[dict[str, Any]]:
+def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The rows of the attacks that are wanted.
+
+    Args:
+        groups: how many peers, and how many of them lie.
+    """
     found: list[dict[str, Any]] = []
     names = [wanted] if wanted in ATTACKS else [name for name in ATTACKS if wanted in name]
 
     @functools.cache
-    def train(num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer: str) -> list[float]:
-        """The losses of all seeds, the lowest first."""
+    def train(num_peers: int, num_liars: int, attack: Attack, defence: Defence, optimizer: str) -> list[Trained]:
+        """The runs of all seeds, that with the lowest loss first."""
         seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
         return sorted(trained(seed, num_peers, num_liars, attack, defence, optimizer, num_steps) for seed in seeds)
 
-    for num_peers, num_liars in ((4, 1), (8, 1), (8, 3), (16, 7)):
+    def middle_loss(*setting: Any) -> float:
+        return statistics.median(one.loss for one in train(*setting))
+
+    for num_peers, num_liars in groups:
         for optimizer in ("Adam", "SGD"):
             for name in names:
                 attack = ATTACKS[name]
@@ -279,22 +363,25 @@ def rows(num_steps: int, wanted: str, num_seeds: int) -> list[dict[str, Any]]:
                         continue
                     if defence_name == ("unchecked" if attack.reduce is None else "mean"):
                         continue
-                    losses = train(num_peers, num_liars, attack, defence, optimizer)
+                    runs = train(num_peers, num_liars, attack, defence, optimizer)
                     row: dict[str, Any] = {
                         "peers": num_peers,
                         "optimizer": optimizer,
                         "attack": name,
                         "liars": num_liars,
                         "defence": defence_name,
-                        "heldout_loss": statistics.median(losses),
-                        "clean_loss": statistics.median(train(num_peers, 0, HONEST, defence, optimizer)),
-                        "absent_loss": statistics.median(train(num_peers - num_liars, 0, HONEST, defence, optimizer)),
-                        "lowest_loss": losses[0],
-                        "highest_loss": losses[-1],
+                        "heldout_loss": statistics.median(one.loss for one in runs),
+                        "clean_loss": middle_loss(num_peers, 0, HONEST, defence, optimizer),
+                        "absent_loss": middle_loss(num_peers - num_liars, 0, HONEST, defence, optimizer),
+                        "lowest_loss": runs[0].loss,
+                        "highest_loss": runs[-1].loss,
+                        "lost_standing": statistics.median(one.liars_lost for one in runs),
+                        "honest_lost_standing": statistics.median(one.others_lost for one in runs),
                     }
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
                     text = "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
-                    text += "(clean {clean_loss:.3f}, absent {absent_loss:.3f})"
+                    text += "(clean {clean_loss:.3f}, absent {absent_loss:.3f}), "
+                    text += "{lost_standing:g} liars and {honest_lost_standing:g} others lost their standing"
                     if num_seeds > 1:
                         text += ", from {lowest_loss:.3f} to {highest_loss:.3f}"
                     print(text.format(**found[-1]), flush=True)
@@ -351,7 +438,8 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack, options.seeds)
+    groups = GROUPS if options.quick else [*GROUPS, (16, 1), (16, 3), (16, 5)]
+    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack, options.seeds, groups)
     if not options.attack:
         print(table(found))
     print("for a million values:", *map(cost, (4, 8, 16)), sep="\n")

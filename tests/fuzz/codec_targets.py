@@ -6,16 +6,17 @@ import functools
 
 import torch
 
-from manyhands.averaging.allreduce.checks import SpanCheck, Told
+from manyhands.averaging.allreduce.checks import NO_MEANS, SpanCheck, Told, product_with
 from manyhands.averaging.allreduce.means import BadRecord, MeansRecords
-from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment, Sparse
+from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment, Sparse, shares_of
 from tests.fuzz.target import Target
 
 NUMEL = 500
 PLAN = Plan([Segment(0, 100, CODECS["int8"]), Segment(100, 150, CODECS["none"]), Segment(150, 400, CODECS["int4"])])
 
 EXACT = Plan([Segment(0, 6, CODECS["none"])])
-OWN, MEANS = torch.linspace(-1, 1, 3), torch.linspace(-0.5, 2, 6)
+WEIGHTS, SCALES = [1.0, 2.0, 0.0], [1.0, 0.5, 1.0]
+OWN, MEANS = torch.linspace(-1, 1, 3), torch.linspace(-0.5, 2, 6)  # the norm of twice OWN is 2
 RECORDS = MeansRecords(3, [0, 1], is_measured=True, has_products=True)
 
 
@@ -52,14 +53,21 @@ def _slice() -> bytes:
 
 
 def _check_means(data: bytes) -> None:
-    """Read what a reducer tells after its means, and check these by it, as rank 0 does."""
+    """Read what a reducer tells after its means, and check these by it, as rank 0 does.
+
+    The two numbers about rank 0 are put right, else nothing behind their check would be tried.
+    """
     size = RECORDS.num_bytes(2)
     presents, told = RECORDS.read(data[:size].ljust(size, b"\0"))
-    check = SpanCheck(EXACT, 0, [1.0, 2.0, 0.0], [1.0, 0.5, 1.0], 2, 0.0)
-    for number, start in enumerate((0, 3)):
-        check.add(number, start, MEANS[start : start + 3], OWN)
-    if all(0 in present for present in presents):
-        check.fault(presents, told)
+    if not all(0 in present for present in presents):
+        return  # said of the reducer before
+    check = SpanCheck(EXACT, 0, WEIGHTS, SCALES, 2, 0.0)
+    told.norms[0], told.products[0] = 2.0, 0.0
+    for number, (start, present) in enumerate(zip((0, 3), presents, strict=True)):
+        mean = MEANS[start : start + 3]
+        check.add(number, start, mean, OWN)
+        told.products[0] += product_with(EXACT, start, mean, shares_of(WEIGHTS, SCALES, present)[0], OWN)
+    assert check.fault(presents, told) in ("", NO_MEANS)
 
 
 TARGETS = [

@@ -188,8 +188,11 @@ async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_repl
         await meet_through(relay, client, listening)
         assert await echoed(client, listening)
         assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+        await client.listen([Address.of("127.0.0.1", 0)])
+        client.set_client_mode(is_on=False)
         client.learn(listening.peer_id, [bound])
         await until(lambda: client.way_to(listening.peer_id) == DIRECT, "the client has dialled")
+        assert not listening.is_client(client.peer_id), "it says what it announces now"
         await relay.close()
         assert await echoed(client, listening)
 

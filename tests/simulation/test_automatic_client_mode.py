@@ -156,7 +156,10 @@ def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(
     assert modes == [mapped_after_s > 5.0, False]
 
 
-def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(
+    num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a laptop that is carried away from a router that maps its port."""
     world = World(3)
     world.network.default_link.latency_s = 0.02
@@ -190,8 +193,8 @@ def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(monkeypa
         finally:
             await presence.stop()
 
-    for name in ("one", "two", "three"):
-        world.start(name, open_peer)
+    for number in range(num_others):
+        world.start(f"open{number}", open_peer)
     world.start("moving", moving_peer)
     world.run(310.0)
     assert modes == [False, True, False]

@@ -46,7 +46,8 @@ class NatPmpRouter:
     def __init__(self, gateway: Callable[[], str], port: int, server_port: int = SERVER_PORT) -> None:
         self.lifetime_s: float = LIFETIME_S
         self._gateway = gateway
-        self._router = ("", server_port)
+        self._server_port = server_port
+        self._router = ""  # the one that has the mapping
         self._own_port = port
         self._mapped_port = port
 
@@ -56,13 +57,14 @@ class NatPmpRouter:
         Raises:
             Unavailable: the router does not answer, refuses, or has no public address.
         """
-        self._router = (self._gateway(), self._router[1])
-        if not self._router[0]:
+        router = self._gateway()
+        if not router:
             raise Unavailable("this machine has no default route")
-        host = public_host(socket.inet_ntoa(self._ask(ADDRESS, b"", 4)))
+        host = public_host(socket.inet_ntoa(self._ask(router, ADDRESS, b"", 4)))
         if not host:
-            raise Unavailable(f"the router {self._router[0]} has no public address: it is behind another router")
-        self._mapped_port, self.lifetime_s = self._map(self._mapped_port, LIFETIME_S)
+            raise Unavailable(f"the router {router} has no public address: it is behind another router")
+        self._mapped_port, self.lifetime_s = self._map(router, self._mapped_port, LIFETIME_S)
+        self._router = router
         return host, self._mapped_port
 
     def unmap(self) -> None:
@@ -71,35 +73,35 @@ class NatPmpRouter:
         Raises:
             Unavailable: the router does not answer.
         """
-        self._map(0, 0)
+        self._map(self._router, 0, 0)
 
-    def _map(self, port: int, lifetime_s: int) -> tuple[int, int]:
+    def _map(self, router: str, port: int, lifetime_s: int) -> tuple[int, int]:
         """Ask for a mapping; return the port that the router maps, and for how many seconds."""
-        answer = self._ask(MAP_TCP, struct.pack("!HHHI", 0, self._own_port, port, lifetime_s), 8)
+        answer = self._ask(router, MAP_TCP, struct.pack("!HHHI", 0, self._own_port, port, lifetime_s), 8)
         _, mapped, seconds = struct.unpack("!HHI", answer)
         return mapped, seconds
 
-    def _ask(self, operation: int, arguments: bytes, num_bytes: int) -> bytes:
+    def _ask(self, router: str, operation: int, arguments: bytes, num_bytes: int) -> bytes:
         """Send a request until an answer comes; return its last ``num_bytes`` bytes."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             for wait_s in WAITS_S:
                 asking.settimeout(wait_s)
                 try:
-                    asking.connect(self._router)  # so that only the router can answer
+                    asking.connect((router, self._server_port))  # so that only the router can answer
                     asking.send(bytes([0, operation]) + arguments)
                     answer = asking.recv(64)
                 except TimeoutError:
                     continue
                 except OSError as error:
-                    raise Unavailable(f"the router {self._router[0]} does not speak NAT-PMP: {error}") from error
+                    raise Unavailable(f"the router {router} does not speak NAT-PMP: {error}") from error
                 if len(answer) < 4 or answer[1] != ANSWER + operation:
                     continue
                 if result := int.from_bytes(answer[2:4], "big"):
                     reason = REASONS.get(result, f"code {result}")
-                    raise Unavailable(f"the router {self._router[0]} refuses: {reason}")
+                    raise Unavailable(f"the router {router} refuses: {reason}")
                 if len(answer) == 8 + num_bytes:
                     return answer[8:]
-        raise Unavailable(f"the router {self._router[0]} does not answer NAT-PMP")
+        raise Unavailable(f"the router {router} does not answer NAT-PMP")
 
 
 def default_gateway() -> str:

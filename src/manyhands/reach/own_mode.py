@@ -4,15 +4,17 @@ A peer behind a firewall that announces addresses is worse than a client: others
 peer that no other has dialled asks up to ``NUM_ASKED`` of the peers that it knows to dial it back. If none of them can,
 it becomes a client.
 
-=================  ================================================  ===============================================
-this peer          asks others                                       and then
-=================  ================================================  ===============================================
-has just joined    after a second, then each ``ASK_PERIOD_S``        listens, or is a client, at once
-is a client        each ``ASK_AGAIN_S``, and when it has got a new   listens from its next global step on, if one of
-                   address: its port may be open by now              them can dial it
-listens            when its addresses have changed, until two have   is a client from its next global step on, if none
-                   tried: it may have moved behind a router          of them can dial it
-=================  ================================================  ===============================================
+=============  ====================================================  ===============================================
+this peer      asks others                                           and then
+=============  ====================================================  ===============================================
+has just       after a second, then each ``ASK_PERIOD_S`` until two  listens if one of them can dial it, else is a
+joined         have tried, or for ``DECIDED_WITHIN_S``               client, at once
+is a client    each ``ASK_AGAIN_S``, and when the addresses of its   listens from its next global step on, if one of
+               machine have changed or a router has mapped its port  them can dial it
+listens        when the addresses of its machine have changed, as    is a client from its next global step on, if
+               when it had just joined: it may have moved behind a   nobody has dialled it since and none of those
+               router                                                that have tried can
+=============  ====================================================  ===============================================
 """
 
 from __future__ import annotations
@@ -75,13 +77,13 @@ class OwnMode:
         self._endpoint = endpoint
         self._dht = dht
         self._is_decided = asyncio.Event()
-        self._has_new_address = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._tasks = TaskOwner("own mode")
         self.changes = False
 
     def start(self) -> None:
         """Begin to find out, in the background."""
-        self._endpoint.on_announced.append(self.ask_now)
+        self._endpoint.on_other_network.append(self.ask_now)
         self._tasks.spawn(self._watch(), name=FINDING_OUT)
 
     async def close(self) -> None:
@@ -90,7 +92,7 @@ class OwnMode:
 
     def ask_now(self) -> None:
         """Ask others again at once: a router, say, leads an address to this peer now."""
-        self._has_new_address.set()
+        self._has_news.set()
 
     async def decided(self) -> None:
         """Wait until this peer knows its mode, at most a few seconds longer than the decision takes.
@@ -105,54 +107,70 @@ class OwnMode:
                 logger.warning("%s", error)
 
     def change_if_due(self) -> None:
-        """Enter or leave client mode, if what others could dial has changed since the last global step."""
+        """Enter or leave client mode, if what others can dial has changed since the last global step."""
         if not self.changes:
             return
         self.changes = False
         if self._endpoint.client_mode:
-            self._set_client_mode(is_on=False)
+            self._endpoint.set_client_mode(is_on=False)
             logger.info("Other peers can dial this one now: it is no longer a client")
         else:
-            self._enter_client_mode("its addresses have changed, and the peers that tried could not")
+            self._enter_client_mode("its addresses have changed, and those that tried could not")
+        self._has_news.set()
 
     async def _watch(self) -> None:
-        is_client, num_asked = await self._decide()
+        is_client, num_asked = await self._decide(-math.inf)
         if is_client:
             tried = "the peer that tried" if num_asked == 1 else f"the {num_asked} peers that tried"
             self._enter_client_mode(f"{tried} could not" if num_asked else "none answered in time")
         self._is_decided.set()
-        knows_mode = True
         while True:
-            if knows_mode and not self._endpoint.client_mode:
-                await self._has_new_address.wait()
-                await asyncio.sleep(ASK_PERIOD_S)  # a new network may not work at once
+            if self._endpoint.client_mode:
+                await self._watch_as_client()
             else:
-                await wait_at_most(self._has_new_address, ASK_AGAIN_S)
-            could_dial = await self._ask(self._dialers())
-            can_be_dialled = any(could_dial)
-            knows_mode = can_be_dialled or len(could_dial) > 1  # one might have a firewall of its own
-            self.changes = knows_mode and can_be_dialled == self._endpoint.client_mode
+                await self._watch_as_listener()
 
-    def _set_client_mode(self, *, is_on: bool) -> None:
-        self._endpoint.set_client_mode(is_on=is_on)
-        self._has_new_address.clear()  # what this peer announces has changed, but not where it is
+    async def _watch_as_client(self) -> None:
+        """Ask again and again, until this peer listens."""
+        while self._endpoint.client_mode:
+            await wait_at_most(self._has_news, ASK_AGAIN_S)
+            self._has_news.clear()
+            if self._endpoint.client_mode:
+                could_dial = await self._ask(self._dialers())
+                if could_dial and self._endpoint.client_mode:
+                    self.changes = any(could_dial)
+
+    async def _watch_as_listener(self) -> None:
+        """Ask when the addresses of this machine have changed, until it is a client."""
+        loop = asyncio.get_running_loop()
+        await self._has_news.wait()
+        self._has_news.clear()
+        moved_at, num_asked, is_client = loop.time(), 0, True
+        while is_client and not num_asked and not self._endpoint.client_mode:
+            self.changes = False
+            is_client, num_asked = await self._decide(moved_at)  # again if nobody has answered: it may be offline
+        self.changes = is_client and not self._endpoint.client_mode
 
     def _enter_client_mode(self, why: str) -> None:
-        self._set_client_mode(is_on=True)
+        self._endpoint.set_client_mode(is_on=True)
         logger.warning(
             "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
             "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case", why,
         )  # fmt: skip
 
-    async def _decide(self) -> tuple[bool, int]:
-        """Return whether no peer can dial this one, and how many have tried."""
+    async def _decide(self, since: float) -> tuple[bool, int]:
+        """Return whether no peer can dial this one, and how many have tried.
+
+        Args:
+            since: loop time; that a peer has dialled this one before shows nothing.
+        """
         loop = asyncio.get_running_loop()
         endpoint = self._endpoint
         until = math.inf
         ask_at = math.inf
         num_asked = 0
         while loop.time() < until:
-            if endpoint.was_reached:
+            if endpoint.was_reached_since(since):
                 return False, 0
             if until == math.inf and endpoint.num_connected_peers:
                 until = loop.time() + DECIDED_WITHIN_S
@@ -161,7 +179,7 @@ class OwnMode:
                 outcomes = await self._ask(self._dialers())
                 if any(outcomes):
                     return False, 0
-                if self._has_new_address.is_set():  # they were asked about the old ones
+                if self._has_news.is_set():  # they were asked about the old addresses
                     continue
                 if len(outcomes) > 1:  # one might have a firewall of its own
                     return True, len(outcomes)
@@ -178,7 +196,7 @@ class OwnMode:
 
     async def _ask(self, dialers: list[PeerId]) -> list[bool]:
         """Ask peers to dial this one; return for each that has tried whether it could."""
-        self._has_new_address.clear()
+        self._has_news.clear()
         answers = await asyncio.gather(*(self._ask_one(peer_id) for peer_id in dialers))
         return [answer for answer in answers if answer is not None]
 

@@ -79,6 +79,7 @@ class Endpoint:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
             lost; closing an idle connection is not a loss.
         on_announced: called when this peer has announced other addresses.
+        on_other_network: called when the addresses of this machine have changed, if it would announce these.
         on_moved: called with a connected peer that has announced other addresses.
         counters: errors, by kind.
         outside: how other peers see this one's connections.
@@ -101,6 +102,7 @@ class Endpoint:
         self._chosen: Sequence[Address] = ()  # by the user; empty for those of this machine
         self._with_local = True
         self.on_announced: list[Callable[[], None]] = []
+        self.on_other_network: list[Callable[[], None]] = []
         self.on_moved: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self.gates: dict[str, Gate] = {}
@@ -184,11 +186,15 @@ class Endpoint:
 
     async def _watch_hosts(self, bound: Sequence[Address]) -> None:
         """Announce the addresses of this machine anew when they have changed: it may have joined another network."""
+        local = self._local()
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
             before = self.addresses
             self._rules.own_hosts |= own_hosts(bound)
             self.announce(self._chosen, with_local=self._with_local)
+            if local != (local := self._local()):
+                for callback in list(self.on_other_network):
+                    callback()
             now = [str(address) for address in self.addresses if not address.is_loopback]
             if now and self.addresses != before:
                 logger.info(
@@ -224,8 +230,11 @@ class Endpoint:
     @property
     def candidates(self) -> list[Address]:
         """The addresses that this peer announces unless it is in client mode."""
-        local = dialable_addresses(self.bound_addresses) if self._with_local else []
-        return [address.with_peer(self.peer_id) for address in [*self._chosen, *local][:MAX_ANNOUNCED]]
+        return [address.with_peer(self.peer_id) for address in [*self._chosen, *self._local()][:MAX_ANNOUNCED]]
+
+    def _local(self) -> list[Address]:
+        """The addresses of this machine among them."""
+        return dialable_addresses(self.bound_addresses) if self._with_local else []
 
     def set_client_mode(self, *, is_on: bool) -> None:
         """Enter or leave client mode; connected peers are told at once."""
@@ -356,7 +365,11 @@ class Endpoint:
     @property
     def was_reached(self) -> bool:
         """Whether any peer has dialled this one; if not, it may be behind a firewall."""
-        return self._pool.was_reached
+        return self.was_reached_since(-math.inf)
+
+    def was_reached_since(self, time_s: float) -> bool:
+        """Whether any peer has dialled this one after a loop time."""
+        return self._pool.reached_at > time_s
 
     def has_reached(self, peer_id: PeerId) -> bool:
         """Whether this peer has dialled another one, and the last dial succeeded."""
@@ -649,7 +662,7 @@ class Endpoint:
     async def _leave_relay(self, connection: ControlConnection) -> None:
         remote = connection.remote
         dial = functools.partial(self._openers.dial, remote)
-        opened = await self._punched.open_some_time(connection, self._hello(CONTROL), dial)
+        opened = await self._punched.open_some_time(connection, lambda: self._hello(CONTROL), dial)
         self._opened(opened)
         how = "both have dialled at the same time" if opened.way == PUNCHED else "it could be dialled"
         logger.info("Peer %s is connected without a relay now: %s", remote, how)

@@ -64,7 +64,7 @@ class ConnectionPool:
         self._looks: list[tuple[float, int, ControlConnection]] = []  # a heap, by the time of the next check
         self._numbers = itertools.count()
         self._held: Counter[PeerId] = Counter()
-        self._was_reached = False
+        self.reached_at = -math.inf
         self._retired: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # last use, and longest pause before it
         self._tasks = TaskOwner("connections")
         self._upkeep: asyncio.Task[None] | None = None
@@ -172,14 +172,9 @@ class ConnectionPool:
         spare.retire()
         return True
 
-    @property
-    def was_reached(self) -> bool:
-        """Whether any peer has ever dialled this end."""
-        return self._was_reached
-
     def reached(self) -> None:
         """Note that a peer has dialled this end."""
-        self._was_reached = True
+        self.reached_at = asyncio.get_running_loop().time()
 
     def enter(self, connection: ControlConnection) -> None:
         """Add a new connection."""
@@ -239,7 +234,7 @@ class ConnectionPool:
     def _is_spare(self, connection: ControlConnection) -> bool:
         """Whether a connection is unused and, as far as this end can know, either end could dial the other again."""
         is_reachable = connection.is_dialled and not connection.is_client
-        return connection.is_open and is_reachable and self._was_reached and not self._is_wanted(connection)
+        return connection.is_open and is_reachable and self.reached_at > -math.inf and not self._is_wanted(connection)
 
     def _is_wanted(self, connection: ControlConnection) -> bool:
         return connection.is_busy or connection.remote in self._held

@@ -19,7 +19,8 @@ order  from, to         message
 
 No third peer has to be trusted: both ends name only their own places, over a connection that has proven who they are.
 A place is dialled under the rules for all addresses that others name (:mod:`manyhands.rpc.dial_rules`), and at their
-rate, but counted apart, so that nobody can use up what other dials need. Inside addresses are dialled only if both
+rate, but counted apart, so that nobody can use up what other dials need. A target that announces addresses is first
+dialled at these, as by any caller. Inside addresses are dialled only if both
 peers are in one network: the other one also names an address at which this one is seen, or this one is seen in that
 network.
 """
@@ -142,22 +143,26 @@ class PunchedStreams:
         self._has_moved = asyncio.Event()
 
     async def open_some_time(
-        self, connection: ControlConnection, hello: Hello, dial: Callable[[Hello, float], Awaitable[Opened]]
+        self,
+        connection: ControlConnection,
+        hello: Callable[[], Hello],
+        dial: Callable[[Hello, float], Awaitable[Opened]],
     ) -> Opened:
         """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection.
 
         Args:
-            dial: opens a connection to a target that can be dialled, within some seconds. It comes before each
-                attempt, as the target may only have been down, or this peer may have moved.
+            hello: returns it for an attempt: it has the addresses that this peer announces then.
+            dial: opens a connection to a target that announces addresses, within some seconds; it may only have been
+                down, or this peer may have moved. That comes first, as bulk streams of a punched pair are punched too.
         """
         for pause_s in itertools.cycle(PAUSES_S):
             has_moved = self._has_moved  # also a move during the attempt ends the pause after it
             if not connection.is_client:
                 with suppress(Unavailable, PeerError):
-                    return await dial(hello, DIAL_TIMEOUT_S)
+                    return await dial(hello(), CONNECT_TIMEOUT_S)
             if self._outside.is_known:
                 with suppress(Unavailable, PeerError):
-                    return await self.open(connection, hello, DIAL_TIMEOUT_S)
+                    return await self.open(connection, hello(), DIAL_TIMEOUT_S)
             await wait_at_most(has_moved, pause_s)
         raise AssertionError("the pauses have no end")
 

@@ -386,6 +386,7 @@ class Collaboration:
         Args:
             state: the state that it has downloaded; None if it begins there, or has loaded a checkpoint.
         """
+        self.presence.own_mode.change_if_due()
         if state is None:
             self._rounds.forget_unsent()
         donor = state.donors[0] if state is not None else None
@@ -403,6 +404,7 @@ class Collaboration:
 
         Its parameters are compared with theirs, as after a step of its own.
         """
+        self.presence.own_mode.change_if_due()
         self.tracker.load(position, lineage_samples, next(iter(self._state_donors), None))
         self._drift.moved(position, sketch, is_in_grid=False)
 
