@@ -39,12 +39,15 @@ class Model(torch.nn.Module):
 Lie = Callable[[torch.Tensor], torch.Tensor]
 
 
-def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> Swarm:
+def run_of_two_goals(
+    seed: int, num_steps: int, lie: Lie | None = None, lie_of_parameters: Lie = lambda parameters_N: parameters_N
+) -> Swarm:
     """Twelve peers in a grid; those with even numbers pull against the others.
 
     Args:
         lie: what p0 brings to each later round in place of a mean of gradients. It leaves the parameters that travel
-            beside them alone: nothing limits these but the norm of both (``docs/dev/known-gaps.md``).
+            beside them alone.
+        lie_of_parameters: what it brings to each round in place of these.
     """
     swarm = Swarm(seed)
 
@@ -57,6 +60,7 @@ def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> Swarm
             position = assignment.position()
             if lie is not None and position.group_key and position.step % NUM_ROUNDS > 0:
                 flat_N = torch.cat([lie(flat_N[:NUMEL]), flat_N[NUMEL:]])
+            flat_N = torch.cat([flat_N[:NUMEL], lie_of_parameters(flat_N[NUMEL:])])
             return await average(flat_N, weight, **options)
 
         in_grid(member, NUM_PEERS)
@@ -98,3 +102,17 @@ def test_a_member_that_spoils_the_mean_of_its_first_group_is_left_out_of_the_nex
         member = swarm.members[name]
         assert member.model.values_N.abs().max() < 0.5, name  # type: ignore[operator, union-attr]
         assert member.optimizer.statistics.updates_refused == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("factor", few_of([-1e3, 1e3, 1e9]))
+def test_a_member_that_spoils_the_means_of_parameters_moves_nobody(
+    factor: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm = run_of_two_goals(3, 18, lambda mean_N: mean_N, lambda parameters_N: factor * (parameters_N + 1.0))
+    honest = run_of_two_goals(3, 18)
+    assert "This peer keeps its own" in caplog.text
+    for name in swarm.members.keys() - {"p0"}:
+        values_N = swarm.members[name].model.values_N
+        assert (values_N - honest.members[name].model.values_N).abs().max() < 0.1, name  # type: ignore[operator]

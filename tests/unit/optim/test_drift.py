@@ -192,3 +192,17 @@ async def test_peers_without_a_sketch_count_too() -> None:
         assert drift.contradicts(HERE, Sketch(WRONG, 6.0)), "two of three have published another one"
         await run.hears(identity_of(77).peer_id)
         assert not drift.contradicts(HERE, Sketch(WRONG, 6.0)), "half is no majority"
+
+
+async def test_a_mean_of_parameters_is_compared_with_how_far_other_peers_are() -> None:
+    async with drifting() as (run, drift):
+        assert drift.is_too_far(0.01, 4.0), "nothing is known but rounding"
+        assert not drift.is_too_far(4.0 * BOUND, 4.0)
+        drift.moved(HERE, Sketch(RIGHT, 4.0), is_in_grid=True)
+        await hear(run, packed([1.1] * 16))  # 0.4 away
+        await hear(run, packed([1e30] * 16), peers=(DAVE,))
+        assert not drift.is_too_far(1.1, 4.0)
+        assert drift.is_too_far(1.3, 4.0), "a minority makes no limit larger"
+        assert drift.is_too_far(float("nan"), 4.0)
+        drift.loaded()
+        assert drift.is_too_far(1.1, 4.0), "the sketch was of other parameters"

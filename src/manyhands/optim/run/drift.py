@@ -48,6 +48,9 @@ HALF_BOUND = 0.5
 """The bound for an optimizer that steps on half-precision parameters, whose rounding errors are as large as updates."""
 UNKNOWN_BOUND = 0.05
 """The bound for other optimizers, whose rounding is unknown: Muon, say, computes its updates in bfloat16."""
+MAX_APART = 3.0
+"""Limit of the distance between a mean of parameters and a peer's own, in a grid, in multiples of the usual distance
+of two peers. That mean lies among the parameters of its group, and a distance of two sketches is off by a third."""
 CAUSES = "another schedule, code beside the optimizer, another precision, bad memory"
 KNOWN_OPTIMIZERS = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb})
 """Optimizers whose rounding errors were measured, and whose updates are finite where all inputs are moderate.
@@ -210,6 +213,20 @@ class Drift:
     def tries_reload(self) -> None:
         """Take in that this peer tries to load the majority's state; it tries again only after a record has changed."""
         self._must_reload = False
+
+    def is_too_far(self, distance: float, size: float) -> bool:
+        """Whether a mean of a group's parameters, in a grid, is farther from this peer's own than honest peers make it.
+
+        Args:
+            distance: of the mean from this peer's own parameters.
+            size: norm of these.
+        """
+        own, usual = unpacked(self._sketch.sums), 0.0
+        if self._position is not None and own is not None:
+            told, _ = self._told_at(self._position)
+            rows = [unpacked(record.sketch) for record in told.values() if len(record.sketch) == MAX_SKETCH_BYTES]
+            usual = statistics.median([math.inf if row is None else math.dist(own, row) for row in rows] or [0.0])
+        return not distance <= max(self.bound * size, MAX_APART * usual)
 
     def _compare_at(self, here: Position) -> bool:
         if not (apart := self._distances_at(here)):

@@ -38,6 +38,9 @@ from manyhands.optim.state.catching_up import MissedStep, StepKeeper, step_towar
 
 logger = logging.getLogger(__name__)
 
+PIECE_NUMEL = 1 << 20
+"""Values of two vectors that are compared at a time."""
+
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
@@ -278,7 +281,8 @@ class StepRounds:
     ) -> Averaged:
         """Average along each axis of the grid.
 
-        Each ``PARAMETERS_EVERY`` steps the vector has the parameters, too, behind the gradient. No peer knows what all
+        Each ``PARAMETERS_EVERY`` steps the vector has the parameters, too, behind the gradient. A mean of them that is
+        far from this peer's own is not taken: a member of its groups has sent wrong ones. No peer knows what all
         groups have committed. So all peers that step from one position get the same lineage, and keep their roster.
         """
         loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
@@ -303,6 +307,18 @@ class StepRounds:
                 outcome.num_rounds_committed, outcome.num_rounds, outcome.reason,
             )  # fmt: skip
         averaged_N = outcome.committed.averaged_N
+        parameters_N = None
+        if averaged_N.numel() > numel:
+            own_N, means_N = vector_N[numel:], averaged_N[numel:]
+            apart, size = await loop.run_in_executor(None, lambda: (distance_of(own_N, means_N), float(own_N.norm())))
+            if not self.drift.is_too_far(apart, size):
+                parameters_N = means_N
+            else:
+                logger.warning(
+                    "The mean of the parameters in this peer's groups is %.3g%% away from its own, more than other "
+                    "peers are. This peer keeps its own: one of them has sent wrong ones, or has missed steps",
+                    100 * apart / size if size else math.inf,
+                )
         first_round = position.step * outcome.num_rounds  # in later rounds a weight is that of a whole group
         first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
         seal = hashlib.sha256(position.lineage + b"grid").digest()
@@ -315,7 +331,7 @@ class StepRounds:
             is_in_grid=True,
             shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
-            parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
+            parameters_N=parameters_N,
             is_left_out=outcome.is_left_out,
             disagreement=self.drift.disagreement(),
             roster=roster,
@@ -324,6 +340,12 @@ class StepRounds:
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
         return torch.cat([mean_N, self.local.flat_parameters()])
+
+
+def distance_of(one_N: torch.Tensor, other_N: torch.Tensor) -> float:
+    """The Euclidean distance of two vectors, without memory for a third."""
+    pieces = zip(torch.split(one_N, PIECE_NUMEL), torch.split(other_N, PIECE_NUMEL), strict=True)
+    return math.hypot(*(float((one - other).norm()) for one, other in pieces))
 
 
 def tell_of_faults(reason: str, before: Roster, after: Roster) -> None:
