@@ -217,14 +217,17 @@ class Drift:
     def is_too_far(self, distance: float, size: float) -> bool:
         """Whether a mean of a group's parameters, in a grid, is farther from this peer's own than honest peers make it.
 
+        All peers at its position count, as a grid has no roster.
+
         Args:
             distance: of the mean from this peer's own parameters.
             size: norm of these.
         """
-        own, usual = unpacked(self._sketch.sums), 0.0
-        if self._position is not None and own is not None:
-            told, _ = self._told_at(self._position)
-            rows = [unpacked(record.sketch) for record in told.values() if len(record.sketch) == MAX_SKETCH_BYTES]
+        here, own, usual = self._position, unpacked(self._sketch.sums), 0.0
+        if here is not None and own is not None:
+            records = [seen.record for seen in self.reader.observed().values() if seen.record.position == here]
+            sketches = [record.sketch for record in records if record.sketch_step == here.step]
+            rows = [unpacked(sketch) for sketch in sketches if len(sketch) == MAX_SKETCH_BYTES]
             usual = statistics.median([math.inf if row is None else math.dist(own, row) for row in rows] or [0.0])
         return not distance <= max(self.bound * size, MAX_APART * usual)
 

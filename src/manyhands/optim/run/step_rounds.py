@@ -311,7 +311,11 @@ class StepRounds:
         if averaged_N.numel() > numel:
             own_N, means_N = vector_N[numel:], averaged_N[numel:]
             apart, size = await loop.run_in_executor(None, lambda: (distance_of(own_N, means_N), float(own_N.norm())))
-            if not self.drift.is_too_far(apart, size):
+            is_taken = not self.drift.is_too_far(apart, size)
+            if not is_taken:
+                await look()  # perhaps not all records of this position have been read
+                is_taken = not self.drift.is_too_far(apart, size)
+            if is_taken:
                 parameters_N = means_N
             else:
                 logger.warning(
