@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
-from manyhands.averaging.allreduce.checks import LEAVES_OUT
+from manyhands.averaging.allreduce.checks import LEAVES_OUT, Told
+from manyhands.averaging.allreduce.means import MeansRecords
 from manyhands.averaging.codecs import (
     NONE,
     BadEncoding,
@@ -264,4 +265,4 @@ def test_a_record_names_those_whose_values_were_passed_on(told: list[int], reaso
     """A reducer that has lost a member sends it no record: here nobody was lost, so its values must be there."""
     butterfly = passed_on("left out")
     with pytest.raises(InvalidContribution, match=reason):
-        butterfly._read_record(butterfly._records.record([told]), 1)  # noqa: SLF001
+        butterfly._read_record(MeansRecords(2, [0, 1]).encode([told], Told([], [])), 1)  # noqa: SLF001
