@@ -30,8 +30,8 @@ A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with
 mean with weights of up to 100 times the median for everybody (docs/adr/0018), and "unchecked" is "clip" without the
 checks of reducers (docs/adr/0051). Both are shown only where they differ. Printed for each row: the loss on held-out
 samples at the end, that of the same run if nobody lies (clean), that if the liars are not there (absent), and how many
-liars and how many others were members of the roster and ceased to be; with several seeds, the medians, and the lowest
-and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss,
+liars and how many others are no members of the roster at the end; with several seeds, the medians, and the lowest and
+highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss,
 lowest_loss, highest_loss, lost_standing, honest_lost_standing}`. At last the table of the docs, and what a reducer pays
 for centered clipping: the time of one core for a million values, in chunks of the default size.
 """
@@ -227,7 +227,7 @@ class Trained(NamedTuple):
 
     Attributes:
         loss: on held-out samples.
-        liars_lost, others_lost: how many liars and others were members of the roster, and ceased to be.
+        liars_lost, others_lost: how many liars and others are no members of the roster at the end.
     """
 
     loss: float
@@ -269,7 +269,6 @@ def trained(
     held_out = samples(NUM_HELD_OUT)
     ids = [PeerId(f"peer {number}") for number in range(num_peers)]
     roster = Roster()
-    lost = set[PeerId]()
     before = {peer_id: deque[tuple[torch.Tensor, float]](maxlen=DELAY + 1) for peer_id in ids}
     for step in range(num_steps):
         lies = {
@@ -324,15 +323,14 @@ def trained(
                     mean[span] = without[span]
             accused[victim] = accusers
         counted = {group.members[rank].peer_id: weights[rank] for rank in here}
-        were_members = roster.members
         roster = roster.after(Attendance(leader, dict.fromkeys(sent, True), out, accused, weights=counted))
-        lost |= were_members - roster.members
         for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
     with torch.no_grad():
         loss = float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
     liars = {*ids[num_peers - num_liars :]}
+    lost = set(ids) - roster.members
     return Trained(loss, len(lost & liars), len(lost - liars))
 
 
@@ -381,7 +379,7 @@ def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
                     text = "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
                     text += "(clean {clean_loss:.3f}, absent {absent_loss:.3f}), "
-                    text += "{lost_standing:g} liars and {honest_lost_standing:g} others lost their standing"
+                    text += "{lost_standing:g} liars and {honest_lost_standing:g} others are no members"
                     if num_seeds > 1:
                         text += ", from {lowest_loss:.3f} to {highest_loss:.3f}"
                     print(text.format(**found[-1]), flush=True)
