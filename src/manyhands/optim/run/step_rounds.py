@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -281,8 +281,7 @@ class StepRounds:
     ) -> Averaged:
         """Average along each axis of the grid.
 
-        Each ``PARAMETERS_EVERY`` steps the vector has the parameters, too, behind the gradient. A mean of them that is
-        far from this peer's own is not taken: a member of its groups has sent wrong ones. No peer knows what all
+        Each ``PARAMETERS_EVERY`` steps the vector has the parameters, too, behind the gradient. No peer knows what all
         groups have committed. So all peers that step from one position get the same lineage, and keep their roster.
         """
         loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
@@ -307,22 +306,8 @@ class StepRounds:
                 outcome.num_rounds_committed, outcome.num_rounds, outcome.reason,
             )  # fmt: skip
         averaged_N = outcome.committed.averaged_N
-        parameters_N = None
-        if averaged_N.numel() > numel:
-            own_N, means_N = vector_N[numel:], averaged_N[numel:]
-            apart, size = await loop.run_in_executor(None, lambda: (distance_of(own_N, means_N), float(own_N.norm())))
-            is_taken = not self.drift.is_too_far(apart, size)
-            if not is_taken:
-                await look()  # perhaps not all records of this position have been read
-                is_taken = not self.drift.is_too_far(apart, size)
-            if is_taken:
-                parameters_N = means_N
-            else:
-                logger.warning(
-                    "The mean of the parameters in this peer's groups is %.3g%% away from its own, more than other "
-                    "peers are. This peer keeps its own: one of them has sent wrong ones, or has missed steps",
-                    100 * apart / size if size else math.inf,
-                )
+        has_parameters = averaged_N.numel() > numel
+        parameters_N = await self._taken(vector_N[numel:], averaged_N[numel:], look) if has_parameters else None
         first_round = position.step * outcome.num_rounds  # in later rounds a weight is that of a whole group
         first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
         seal = hashlib.sha256(position.lineage + b"grid").digest()
@@ -341,6 +326,23 @@ class StepRounds:
             roster=roster,
             seal=seal,
         )
+
+    async def _taken(
+        self, own_N: torch.Tensor, mean_N: torch.Tensor, look: Callable[[], Awaitable[None]]
+    ) -> torch.Tensor | None:
+        """The mean of the parameters in this peer's groups; None if it is too far from its own (docs/adr/0063)."""
+        loop = asyncio.get_running_loop()
+        apart, size = await loop.run_in_executor(None, lambda: (distance_of(own_N, mean_N), float(own_N.norm())))
+        if self.drift.is_too_far(apart, size):
+            await look()  # perhaps not all records of this position have been read
+            if self.drift.is_too_far(apart, size):
+                logger.warning(
+                    "This peer keeps its own parameters: their mean in its groups is %.3g%% away from them, more than "
+                    "other peers' are. A member has sent wrong ones or missed steps, or this peer has just loaded a "
+                    "state", 100 * apart / size if size else math.inf,
+                )  # fmt: skip
+                return None
+        return mean_N
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
         return torch.cat([mean_N, self.local.flat_parameters()])
