@@ -115,6 +115,22 @@ def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     assert closed.statistics.samples_dropped == 0
 
 
+def start_open_peers(world: World, number: int, first: list[Address], lives_s: float) -> None:
+    """Start peers that others can dial; their addresses are added to ``first``."""
+
+    async def program(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.start(first, [Address.of(host.ip, PORT)])
+            first.extend(presence.endpoint.addresses)
+            await asyncio.sleep(lives_s)
+        finally:
+            await presence.stop()
+
+    for name in [f"open{one}" for one in range(number)]:
+        world.start(name, program)
+
+
 @pytest.mark.parametrize("mapped_after_s", [2.0, 10.0])
 def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(mapped_after_s: float) -> None:
     """The router needs some seconds for it. Meanwhile the dials of the others are lost."""
@@ -122,15 +138,6 @@ def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(
     world.network.default_link.latency_s = 0.02
     first: list[Address] = []
     modes: list[bool] = []
-
-    async def open_peer(host: Host) -> None:
-        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
-        try:
-            await presence.start(first, [Address.of(host.ip, PORT)])
-            first.extend(presence.endpoint.addresses)
-            await asyncio.sleep(40.0)
-        finally:
-            await presence.stop()
 
     async def mapped_peer(host: Host) -> None:
         host.router = "port-preserving"
@@ -149,8 +156,7 @@ def test_a_peer_whose_router_maps_its_port_a_moment_later_is_no_client_for_long(
         finally:
             await presence.stop()
 
-    for name in ("one", "two", "three"):
-        world.start(name, open_peer)
+    start_open_peers(world, 3, first, 40.0)
     world.start("mapped", mapped_peer)
     world.run(60.0)
     assert modes == [mapped_after_s > 5.0, False]
@@ -168,15 +174,6 @@ def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(
     first: list[Address] = []
     modes: list[bool] = []
 
-    async def open_peer(host: Host) -> None:
-        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
-        try:
-            await presence.start(first, [Address.of(host.ip, PORT)])
-            first.extend(presence.endpoint.addresses)
-            await asyncio.sleep(300.0)
-        finally:
-            await presence.stop()
-
     async def moving_peer(host: Host) -> None:
         await asyncio.sleep(2.0)
         presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
@@ -193,8 +190,7 @@ def test_a_peer_that_moves_behind_a_router_is_a_client_until_it_is_back(
         finally:
             await presence.stop()
 
-    for number in range(num_others):
-        world.start(f"open{number}", open_peer)
+    start_open_peers(world, num_others, first, 300.0)
     world.start("moving", moving_peer)
     world.run(310.0)
     assert modes == [False, True, False]

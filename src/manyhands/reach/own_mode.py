@@ -141,15 +141,17 @@ class OwnMode:
                     self.changes = any(could_dial)
 
     async def _watch_as_listener(self) -> None:
-        """Ask when the addresses of this machine have changed, until it is a client."""
-        loop = asyncio.get_running_loop()
+        """Once the addresses of this machine have changed, or its mode has: decide again, if it still listens."""
         await self._has_news.wait()
-        self._has_news.clear()
-        moved_at, num_asked, is_client = loop.time(), 0, True
-        while is_client and not num_asked and not self._endpoint.client_mode:
+        moved_at = asyncio.get_running_loop().time()
+        while not self._endpoint.client_mode:
+            self._has_news.clear()
             self.changes = False
-            is_client, num_asked = await self._decide(moved_at)  # again if nobody has answered: it may be offline
-        self.changes = is_client and not self._endpoint.client_mode
+            is_client, num_asked = await self._decide(moved_at)
+            if num_asked or not is_client:
+                self.changes = is_client
+                return
+            await wait_at_most(self._has_news, ASK_AGAIN_S)  # nobody has answered: this machine may be offline
 
     def _enter_client_mode(self, why: str) -> None:
         self._endpoint.set_client_mode(is_on=True)

@@ -192,7 +192,8 @@ class Endpoint:
             before = self.addresses
             self._rules.own_hosts |= own_hosts(bound)
             self.announce(self._chosen, with_local=self._with_local)
-            if local != (local := self._local()):
+            local_before, local = local, self._local()
+            if local != local_before:
                 for callback in list(self.on_other_network):
                     callback()
             now = [str(address) for address in self.addresses if not address.is_loopback]
@@ -233,7 +234,7 @@ class Endpoint:
         return [address.with_peer(self.peer_id) for address in [*self._chosen, *self._local()][:MAX_ANNOUNCED]]
 
     def _local(self) -> list[Address]:
-        """The addresses of this machine among them."""
+        """Those of them that are of this machine."""
         return dialable_addresses(self.bound_addresses) if self._with_local else []
 
     def set_client_mode(self, *, is_on: bool) -> None:

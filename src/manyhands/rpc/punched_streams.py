@@ -20,9 +20,8 @@ order  from, to         message
 No third peer has to be trusted: both ends name only their own places, over a connection that has proven who they are.
 A place is dialled under the rules for all addresses that others name (:mod:`manyhands.rpc.dial_rules`), and at their
 rate, but counted apart, so that nobody can use up what other dials need. A target that announces addresses is first
-dialled at these, as by any caller. Inside addresses are dialled only if both
-peers are in one network: the other one also names an address at which this one is seen, or this one is seen in that
-network.
+dialled at these, as by any caller. Inside addresses are dialled only if both peers are in one network: the other one
+also names an address at which this one is seen, or this one is seen in that network.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class PunchedStreams:
         hello: Callable[[], Hello],
         dial: Callable[[Hello, float], Awaitable[Opened]],
     ) -> Opened:
-        """Try :meth:`open` until it succeeds; without a timeout, as the caller ends it with the connection.
+        """Dial, or try :meth:`open`, until one succeeds; without a timeout, as the caller ends it with the connection.
 
         Args:
             hello: returns it for an attempt: it has the addresses that this peer announces then.
