@@ -259,8 +259,11 @@ def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Pa
 
 
 def test_an_address_that_cannot_be_read_is_refused_with_one_that_can(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", "--dataset-url", "http://[::1/index.json", "--no-checkpoints"]) == 2
+    assert run(["train", "--dataset-url", "http://me:secret@[::1/index.json?signature=hush", "--no-checkpoints"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert "'[::1/index.json'" in line
+    assert "secret" not in line
+    assert "hush" not in line
     assert "cannot be read (Invalid IPv6 URL); give one such as http://203.0.113.7:8000/index.json" in line
 
 

@@ -16,8 +16,9 @@ def parts_of(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
+        shown = url.rpartition("@")[2].partition("?")[0]  # without a password and a signature
         raise ConfigError(
-            f"the address {url!r} cannot be read ({error}); give one such as http://203.0.113.7:8000/index.json"
+            f"the address {shown!r} cannot be read ({error}); give one such as http://203.0.113.7:8000/index.json"
         ) from error
 
 
