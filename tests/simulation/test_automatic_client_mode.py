@@ -11,7 +11,7 @@ import torch
 from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.peer import Presence
-from manyhands.reach.own_mode import ASK_AGAIN_S, ASK_TIMEOUT_S, DECIDED_WITHIN_S
+from manyhands.reach.own_mode import ASK_AGAIN_S, ASK_TIMEOUT_S
 from manyhands.testing import Host, World, at
 from manyhands.testing.blocking import SimPeer, run_blocking
 from manyhands.testing.network import SimListener
@@ -86,9 +86,7 @@ def test_a_peer_that_nobody_can_dial_trains_as_a_client(num_others: int, caplog:
     swarm.world.run(70.0)
     assert swarm.presences["closed"].endpoint.client_mode
     assert not any(presence.endpoint.client_mode for name, presence in swarm.presences.items() if name != "closed")
-    assert swarm.joined_at_s["closed"] < 5.0 + DECIDED_WITHIN_S + ASK_TIMEOUT_S
-    if num_others > 1:  # one alone may have a firewall of its own, so it is asked again
-        assert swarm.joined_at_s["closed"] < 5.0 + ASK_TIMEOUT_S + 2.0
+    assert swarm.joined_at_s["closed"] < 5.0 + ASK_TIMEOUT_S + 2.0, "also where one peer alone can be asked"
     assert swarm.optimizers["closed"].statistics.rounds_committed >= 5
     assert swarm.optimizers["closed"].statistics.samples_dropped == 0
     assert caplog.text.count("takes part as a client") == 1

@@ -7,8 +7,8 @@ it becomes a client.
 =============  ====================================================  ===============================================
 this peer      asks others                                           and then
 =============  ====================================================  ===============================================
-has just       after a second, then each ``ASK_PERIOD_S`` until two  listens if one of them can dial it, else is a
-joined         have tried, or for ``DECIDED_WITHIN_S``               client, at once
+has just       after a second, then each ``ASK_PERIOD_S`` until      listens if one of them can dial it, else is a
+joined         ``ENOUGH`` have tried, or for ``DECIDED_WITHIN_S``    client, at once
 is a client    each ``ASK_AGAIN_S``, and when the addresses of its   listens from its next global step on, if one of
                machine have changed or a router has mapped its port  them can dial it
 listens        when the addresses of its machine have changed, as    is a client from its next global step on, if
@@ -59,6 +59,9 @@ ASK_AGAIN_S = 60.0
 
 NUM_ASKED = 3
 """Peers that are asked at a time."""
+
+ENOUGH = 2
+"""Peers that must have tried in vain, or all if fewer are known: one might have a firewall of its own."""
 
 FINDING_OUT = "finding out whether others can dial this peer"
 NO_ANSWER = frozenset({NOT_ALLOWED, BAD_ADDRESS})
@@ -178,12 +181,13 @@ class OwnMode:
                 until = loop.time() + DECIDED_WITHIN_S
                 ask_at = loop.time() + DIALLED_SOON_S
             if loop.time() >= ask_at:
-                outcomes = await self._ask(self._dialers())
+                dialers = self._dialers()
+                outcomes = await self._ask(dialers)
                 if any(outcomes):
                     return False, 0
                 if self._has_news.is_set():  # they were asked about the old addresses
                     continue
-                if len(outcomes) > 1:  # one might have a firewall of its own
+                if len(outcomes) >= min(ENOUGH, len(dialers)) > 0:
                     return True, len(outcomes)
                 ask_at = loop.time() + ASK_PERIOD_S
                 num_asked = max(num_asked, len(outcomes))
