@@ -108,6 +108,36 @@ async def test_a_peer_behind_a_symmetric_router_stays_relayed_and_is_not_tried()
         assert one.way_to(other.peer_id) == relayed_by(relay.peer_id)
 
 
+@pytest.mark.parametrize(
+    ("reason", "seen_at", "obstacle"),
+    [
+        (DialReason.UNREACHABLE, "30.0.0.9", "a router refuses what it does not expect"),
+        (DialReason.TIMED_OUT, "30.0.0.9", "no answer: a router drops"),
+        (DialReason.TIMED_OUT, "30.0.0.1", "both are behind one router"),
+    ],
+)
+async def test_what_stands_in_the_way_of_a_relayed_pair_is_known(
+    reason: DialReason, seen_at: str, obstacle: str
+) -> None:
+    async with endpoints(3, kind="tls", clients=[0, 1]) as (one, other, relay):
+        for client in (one, other):
+            serve_echo(client)
+            await client.call_on(relay.peer_id, 5.0)
+        for client, host in ((one, "30.0.0.1"), (other, seen_at)):
+            for number in range(100, 108):
+                client.outside.note(identity_of(number).peer_id, (host, 4000), ("192.168.1.2", 4000))
+
+        async def fail(port: Port, places: Sequence[Address], peer_id: PeerId, *_: object, **__: object) -> Stream:
+            port.close()
+            raise DialFailed(f"peer {peer_id}", reason)
+
+        one.wire.dial_from = fail  # type: ignore[method-assign]
+        assert await echoed(one, other)
+        await until(lambda: one.counters["punches_failed"] > 0, "an attempt has failed")
+        assert one.obstacle_to(other.peer_id).startswith(obstacle)
+        assert one.obstacle_to(relay.peer_id) == ""
+
+
 async def test_another_peer_at_the_named_place_is_not_taken_for_the_target() -> None:
     """A liar names the place of a peer that connects from there: its identity does not fit."""
     transports = [TlsTransport(identity_of(number)) for number in range(3)]

@@ -197,6 +197,22 @@ async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_repl
         assert await echoed(client, listening)
 
 
+async def test_a_relayed_peer_that_announces_an_address_is_dialled_there_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that has become an ordinary peer, or has moved: the attempts before were in vain."""
+    monkeypatch.setattr(punched_streams, "PAUSES_S", (600.0,))
+    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
+        seems_symmetric(client)
+        serve_echo(listening)
+        bound = listening.addresses[0]
+        await meet_through(relay, client, listening)
+        assert await echoed(client, listening)
+        assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+        listening.announce([bound])
+        await until(lambda: client.way_to(listening.peer_id) == DIRECT, "the client has dialled")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_it(kind: str) -> None:
     """As behind a firewall that lets connections to port 443 out."""

@@ -300,7 +300,13 @@ class _Examiner:
         finding = findings.ways(
             run.run_id,
             [
-                findings.Met(peer_id, way, record.is_client, way is None or endpoint.carries_bulk(peer_id))
+                findings.Met(
+                    peer_id,
+                    way,
+                    record.is_client,
+                    way is None or endpoint.carries_bulk(peer_id),
+                    endpoint.obstacle_to(peer_id),
+                )
                 for (peer_id, record), way in zip(met, ways, strict=True)
             ],
             num_peers=len(others),

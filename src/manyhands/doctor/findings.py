@@ -456,12 +456,14 @@ class Met(NamedTuple):
         way: how it is connected; None if it is not.
         is_client: whether it says that nobody can dial it.
         carries_bulk: whether averages can take this way.
+        obstacle: to a connection without a relay, in words; empty if unknown.
     """
 
     peer_id: PeerId
     way: Way | None
     is_client: bool = True
     carries_bulk: bool = True
+    obstacle: str = ""
 
 
 def ways(run_id: str, met: Sequence[Met], num_peers: int, *, is_place_known: bool) -> Finding:
@@ -499,14 +501,29 @@ def ways(run_id: str, met: Sequence[Met], num_peers: int, *, is_place_known: boo
         )
     if any(one.is_client for one in relayed):
         whose = "the other machines' routers" if is_place_known else "this machine's router"
+        found = "; ".join(
+            f"{_first_of(peer_ids)}: {obstacle}" for obstacle, peer_ids in _by_obstacle(relayed).items() if obstacle
+        )
         advice.append(
-            f"{whose} stood in the way of a direct connection: an open port at either end, or IPv6 at both, would help"
+            f"{whose} stood in the way of a direct connection{f' ({found})' if found else ''}: an open port at either "
+            "end, or IPv6 at both, would help"
         )
     return Finding(True if is_reached and carries_all else None, detail, "; ".join(advice))
 
 
+def _by_obstacle(met: Sequence[Met]) -> dict[str, list[PeerId]]:
+    """The clients among some peers, by what stands in the way of a connection without a relay."""
+    peer_ids: dict[str, list[PeerId]] = {}
+    for one in met:
+        if one.is_client:
+            peer_ids.setdefault(one.obstacle, []).append(one.peer_id)
+    return peer_ids
+
+
 def _named(how: str, peer_ids: Sequence[PeerId]) -> str:
-    if how == "direct":
-        return ""
+    return "" if how == "direct" else f" ({_first_of(peer_ids)})"
+
+
+def _first_of(peer_ids: Sequence[PeerId]) -> str:
     more = f" and {len(peer_ids) - SHOWN_PEERS} more" if len(peer_ids) > SHOWN_PEERS else ""
-    return f" ({', '.join(peer_ids[:SHOWN_PEERS])}{more})"
+    return ", ".join(peer_ids[:SHOWN_PEERS]) + more

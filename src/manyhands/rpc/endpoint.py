@@ -258,6 +258,7 @@ class Endpoint:
         self._book.announced(remote, addresses, host)
         self._backoff.forget(remote)
         self._pool.moved(remote, is_client=not request.addresses)
+        self._punched.moved(remote)
         for callback in list(self.on_moved):
             callback(remote)
         return AnnounceResponse()
@@ -358,6 +359,10 @@ class Endpoint:
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a control connection to the peer is open."""
         return self._pool.is_connected(peer_id)
+
+    def obstacle_to(self, peer_id: PeerId) -> str:
+        """Why the last attempt to connect to a relayed peer without the relay failed, in words; empty if unknown."""
+        return self._punched.obstacle_to(peer_id)
 
     def is_client(self, peer_id: PeerId) -> bool:
         """Whether the peer is connected and cannot be dialled."""

@@ -33,14 +33,14 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import wait_at_most
-from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
+from manyhands.base.errors import ConfigError, DialFailed, DialReason, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.announce import MAX_ADDRESS_TEXT, own_hosts
 from manyhands.rpc.connection import ControlConnection
@@ -65,7 +65,7 @@ DIAL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 """Time to connect. Connections that are made at all are made within two round trips."""
 
-MAX_UNDER_WAY = 64
+MAX_UNDER_WAY = 256
 """Attempts that this peer makes at a time for the requests of all others."""
 
 MAX_OF_ONE_PEER = 4 * MAX_STRIPES
@@ -97,6 +97,19 @@ class PunchResponse(msgspec.Struct, frozen=True):
 
 
 PUNCH = Method("rpc.punch", PunchRequest, PunchResponse)
+
+
+@dataclass(eq=False)
+class _Attempts:
+    """To connect to a relayed peer without the relay.
+
+    Attributes:
+        has_moved: ends the pause before the next attempt.
+        obstacle: why the last one failed, in words.
+    """
+
+    has_moved: asyncio.Event = field(default_factory=asyncio.Event)
+    obstacle: str = ""
 
 
 class PunchedStreams:
@@ -132,14 +145,23 @@ class PunchedStreams:
         self._serve = serve
         self._num_under_way = 0
         self._num_of: Counter[PeerId] = Counter()
-        self._has_moved = asyncio.Event()
+        self._attempts: dict[ControlConnection, _Attempts] = {}
 
     # the caller
 
-    def moved(self) -> None:
-        """Try all peers again at once: others see this peer at another address, or its router is known now."""
-        self._has_moved.set()
-        self._has_moved = asyncio.Event()
+    def obstacle_to(self, peer_id: PeerId) -> str:
+        """Why the last attempt to connect to a relayed peer without the relay failed, in words; empty if none did."""
+        attempts = [one for connection, one in self._attempts.items() if connection.remote == peer_id]
+        return attempts[-1].obstacle if attempts else ""
+
+    def moved(self, peer_id: PeerId | None = None) -> None:
+        """Try a peer again at once, as it has announced other addresses.
+
+        By default try all: others see this peer at another address, or its router is known now.
+        """
+        for connection, attempts in self._attempts.items():
+            if peer_id in (None, connection.remote):
+                attempts.has_moved.set()
 
     async def open_some_time(
         self,
@@ -154,15 +176,21 @@ class PunchedStreams:
             dial: opens a connection to a target that announces addresses, within some seconds; it may only have been
                 down, or this peer may have moved. That comes first, as bulk streams of a punched pair are punched too.
         """
-        for pause_s in itertools.cycle(PAUSES_S):
-            has_moved = self._has_moved  # also a move during the attempt ends the pause after it
-            if not connection.is_client:
-                with suppress(Unavailable, PeerError):
-                    return await dial(hello(), CONNECT_TIMEOUT_S)
-            if self._outside.is_known:
-                with suppress(Unavailable, PeerError):
-                    return await self.open(connection, hello(), DIAL_TIMEOUT_S)
-            await wait_at_most(has_moved, pause_s)
+        attempts = self._attempts[connection] = _Attempts()
+        try:
+            for pause_s in itertools.cycle(PAUSES_S):
+                attempts.has_moved.clear()  # also a move during the attempt ends the pause after it
+                if not connection.is_client:
+                    with suppress(Unavailable, PeerError):
+                        return await dial(hello(), CONNECT_TIMEOUT_S)
+                if self._outside.is_known:
+                    try:
+                        return await self.open(connection, hello(), DIAL_TIMEOUT_S)
+                    except (Unavailable, PeerError) as error:
+                        attempts.obstacle = error.message if isinstance(error, Refused) else str(error)
+                await wait_at_most(attempts.has_moved, pause_s)
+        finally:
+            del self._attempts[connection]
         raise AssertionError("the pauses have no end")
 
     async def open(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
@@ -194,10 +222,22 @@ class PunchedStreams:
             port.close()
             raise
         limit_s = min(CONNECT_TIMEOUT_S, timeout_s)
-        stream = await self._transport.dial_from(port, places, connection.remote, limit_s, is_bulk=is_bulk)
+        try:
+            stream = await self._transport.dial_from(port, places, connection.remote, limit_s, is_bulk=is_bulk)
+        except DialFailed as error:
+            logger.debug("no connection with peer %s from both ends: %s", connection.remote, error)
+            raise Unavailable(self._obstacle(places, error)) from error
         self._rules.found(stream.remote_host)
         self._streams.add(stream)
         return stream
+
+    def _obstacle(self, places: Sequence[Address], error: DialFailed) -> str:
+        """What stood in the way of a connection, as far as the failed attempt tells."""
+        if any(place.protocol == "ip4" and place.host in self._outside.hosts for place in places):
+            return "both are behind one router, which does not connect the machines behind it"
+        if error.reason is DialReason.UNREACHABLE:
+            return "a router refuses what it does not expect"
+        return "no answer: a router drops what it does not expect, or has several addresses"
 
     # the target
 
@@ -209,7 +249,7 @@ class PunchedStreams:
             self._counters["refused_punches"] += 1
             raise Refused(remote, "busy", f"this peer makes {self._num_under_way} such attempts already")
         if not self._outside.is_known:
-            raise Refused(remote, "no_places", f"the router of this peer is of the kind {self._outside.router}")
+            raise Refused(remote, "no_places", f"the router of this peer is {self._outside.router}")
         places = self._allowed(remote, request.places)
         try:
             port = self._port()
