@@ -187,6 +187,7 @@ class RoundRunner:
         times = RoundTimes(group, contribution.rank, deadline, hurried)
         voters = self.matchmaker.voters(group.members)
         driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
+        could_reduce = group.members[contribution.rank].can_reduce
         unsent = contribution.unsent
         try:
             committed = await self._take_part(driver, contribution, formed_at)
@@ -199,7 +200,7 @@ class RoundRunner:
             available_s = deadline - formed_at
             if driver.was_moving and is_pace_known(seconds, available_s) and not contribution.plan.passes_on:
                 num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
-                rate = self._bandwidth.end_slow_round(num_bytes, seconds)
+                rate = self._bandwidth.end_slow_round(num_bytes, seconds, could_reduce=could_reduce)
                 if rate is not None:
                     said = self._slow_round(group, flat_N, shapes, rate, available_s)
                     raise TooSlow(f"{said}. The round ended because {error.reason}", error.blamed) from error
@@ -212,7 +213,6 @@ class RoundRunner:
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            could_reduce = group.members[contribution.rank].can_reduce
             self._bandwidth.end_round(
                 driver.num_bytes_sent, committed.averaging_s, driver.rate, could_reduce=could_reduce
             )

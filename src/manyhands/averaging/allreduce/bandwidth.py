@@ -6,8 +6,10 @@ that became faster or slower is found in the second round.
 
 Where the system reports nothing, a round only shows a lower bound: the bytes that this peer sent, by the time of the
 whole round. That time is the same for all members, so their spans keep their proportions. But beside members whose
-bandwidth was measured, a slow one is soon seen to be slow. A client that may not reduce sends far less than a reducer
-in that time, so its round shows nothing: it would own next to nothing once it may reduce.
+bandwidth was measured, a slow one is soon seen to be slow.
+
+The round of a client that may not reduce shows nothing. All clients send to the same few reducers then, so the lines of
+those hold the streams up; and it sends far less than a reducer. It would own next to nothing once it may reduce.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class RoundBandwidth:
         Args:
             num_bytes: bytes that it sent.
             seconds: from when the group had formed until the verdict, as sent bytes may wait in the system's buffers.
-            rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
+            rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell, or if
+                it could not reduce.
             could_reduce: whether it sent means, too, or could have.
         """
         least = UNTESTED * num_bytes / max(seconds, EPSILON)
@@ -103,21 +106,23 @@ class RoundBandwidth:
         if could_reduce and num_bytes >= MIN_BYTES and least > self.bandwidth:
             self._restart(least)
 
-    def end_slow_round(self, num_bytes: int, seconds: float) -> float | None:
+    def end_slow_round(self, num_bytes: int, seconds: float, *, could_reduce: bool = True) -> float | None:
         """End a round that was aborted although its exchange still went on: the lines are too slow for it.
 
         Args:
             num_bytes: bytes that this peer sent, or received if these are fewer: sent bytes may still wait in the
                 system's buffers.
+            could_reduce: as for :meth:`end_round`.
 
         Returns:
-            bytes per second, which count as measured; None if there were too few bytes to tell.
+            bytes per second, which count as measured if it could reduce; None if there were too few bytes to tell.
         """
         if num_bytes < MIN_BYTES:
             return None
         rate = num_bytes / max(seconds, EPSILON)
         self.may_reduce = True
-        self._restart(rate)
+        if could_reduce:
+            self._restart(rate)
         return rate
 
     def lose_round(self) -> None:
