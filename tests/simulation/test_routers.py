@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from manyhands.averaging.matchmaking import admission
 from manyhands.averaging.round.times import ROUND_TRIPS
 from manyhands.averaging.timing import LOOK_S
 from manyhands.base.address import Address
@@ -177,10 +178,18 @@ def sent_by(swarm: Swarm) -> dict[str, int]:
     return {name: member.peer.presence.endpoint.bytes_sent for name, member in swarm.members.items()}
 
 
-@pytest.mark.parametrize(("router", "is_shared"), [("port-preserving", True), ("symmetric", False)])
-def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(router: str, is_shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("router", "mbit_s", "is_shared"),
+    [("port-preserving", None, True), ("port-preserving", 4.0, True), ("symmetric", None, False)],
+)
+def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(
+    router: str, mbit_s: float | None, is_shared: bool
+) -> None:
+    """Also if at first, when the public peer reduces for all, its own line is what holds the others up."""
     swarm = Swarm(3)
-    names = ["public", "one", "two", "three"]
+    is_slow = mbit_s is not None
+    width = 2 * WIDTH if is_slow else WIDTH
+    names = ["public", *(f"client {number}" for number in range(8 if is_slow else 3))]
     before: dict[str, int] = {}
     groups: dict[str, list[PeerId]] = {}
 
@@ -189,7 +198,7 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
         while member.optimizer.global_step < STEPS:
             if member.optimizer.global_step == STEPS // 2 and member.name not in before:
                 before[member.name] = member.peer.presence.endpoint.bytes_sent
-            loss = member.model(torch.ones(4, WIDTH)).square().mean()
+            loss = member.model(torch.ones(4, width)).square().mean()
             member.step(loss, BATCH_S, batch_size=4)
             member.check_samples()
         last = member.optimizer.last_round
@@ -201,15 +210,17 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
     for number, name in enumerate(names):
         swarm.start(
             name,
-            lambda: torch.nn.Linear(WIDTH, WIDTH),
+            lambda: torch.nn.Linear(width, width),
             lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
             train,
             client_mode=name != "public",
             begins_s=0.5 * number,
-            target_batch_size=32,
+            target_batch_size=8 * len(names),  # on slow lines some end a round a second later
             averaging=PLAIN,
         )
         swarm.world.network.hosts[name].router = "none" if name == "public" else router  # type: ignore[assignment]
+        if mbit_s is not None:
+            swarm.world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
     with smaller(span_numel=256):
         swarm.run()
     assert all(len(group) == len(names) for group in groups.values()), "all contribute to the last step"
@@ -218,6 +229,52 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(r
         assert before["public"] < 1.3 * max(clients), "its bytes are those of any other"
     else:
         assert before["public"] > 2.0 * max(clients), "it reduces for all"
+
+
+def test_of_many_clients_a_few_share_the_work_of_the_public_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client is connected to these few, and so to none of the others."""
+    monkeypatch.setattr(admission, "MAX_REDUCING_CLIENTS", 2)
+    swarm = Swarm(5)
+    clients = ["one", "two", "three", "four", "five"]
+    sent: dict[str, int] = {}
+    met: dict[str, set[str]] = {}
+
+    def train(member: Member) -> None:
+        together(1 + len(clients), member)
+        endpoint = member.peer.presence.endpoint
+        while member.optimizer.global_step < 2 * STEPS:
+            if member.optimizer.global_step == STEPS and member.name not in sent:
+                sent[member.name] = endpoint.bytes_sent
+            member.step(member.model(torch.ones(4, WIDTH)).square().mean(), BATCH_S, batch_size=4)
+            member.check_samples()
+        last = member.optimizer.last_round
+        assert last is not None
+        assert len(last.contributors()) == 1 + len(clients), "all contribute to the last step"
+        sent[member.name] = endpoint.bytes_sent - sent[member.name]
+        ids = {name: one.peer.presence.endpoint.peer_id for name, one in swarm.members.items()}
+        met[member.name] = {name for name in clients if endpoint.way_to(ids[name]) is not None}
+        member.optimizer.wait_for_others()
+
+    for number, name in enumerate(["public", *clients]):
+        swarm.start(
+            name,
+            lambda: torch.nn.Linear(WIDTH, WIDTH),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train,
+            client_mode=name != "public",
+            begins_s=0.5 * number,
+            target_batch_size=48,
+            averaging=PLAIN,
+        )
+        swarm.world.host(name).router = "none" if name == "public" else "port-preserving"
+    with smaller(span_numel=256):
+        swarm.run()
+    by_work = sorted(clients, key=lambda name: sent[name])
+    *others, third, first, second = by_work
+    assert sent["public"] < 1.3 * sent[second], "its bytes are those of the clients that reduce"
+    assert sent[first] > 1.3 * sent[third], sent
+    assert all(met[name] <= {first, second} for name in (*others, third)), met
+    assert all(met[name] == set(clients) - {name} for name in (first, second)), met
 
 
 @pytest.mark.long

@@ -73,8 +73,8 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
 
-MAX_CLIENTS_MET = 64
-"""Most other clients of a group that a client connects to; in larger groups clients reduce nothing."""
+MAX_CLIENTS_MET = 256
+"""Most other clients that a client names when it asks for a place: as many as a group has members."""
 
 
 class Mark(enum.IntFlag):

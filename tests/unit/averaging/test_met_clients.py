@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
-from manyhands.averaging.matchmaking.admission import Ways, fault_of, met_clients
+from manyhands.averaging.matchmaking import admission
+from manyhands.averaging.matchmaking.admission import Ways, clients_to_meet, fault_of, met_clients
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import peer
@@ -51,3 +54,25 @@ def test_a_client_that_is_met_owns_a_span() -> None:
     group = Group(b"n", peer(0), Position(0, b""), members)
     assert group.bandwidths(range(3)) == [1, 1, 0]
     assert fault_of(group, peer(0), Member(peer(1), [], True, 1.0), Position(0, b""), "none") is None
+
+
+def to_meet(own: int, members: Collection[int]) -> list[int]:
+    """The numbers of the clients that one of the clients 1 to 5 connects to."""
+    found = clients_to_meet(peer(own), [peer(number) for number in range(1, 6)], [peer(number) for number in members])
+    return sorted(number for number in range(6) if peer(number) in found)
+
+
+def test_few_clients_all_meet_each_other() -> None:
+    assert to_meet(3, range(6)) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("members", [(), range(6), (0, 4, 5)])
+def test_of_many_clients_those_that_may_reduce_meet_all_and_the_others_only_these(
+    members: Collection[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_REDUCING_CLIENTS", 2)
+    clients = {1, 2, 3, 4, 5}
+    chosen = sorted(clients & set(members) or clients, key=peer)[:2]
+    for client in sorted(clients):
+        expected = sorted(clients - {client}) if client in chosen else sorted(chosen)
+        assert to_meet(client, members) == expected, client

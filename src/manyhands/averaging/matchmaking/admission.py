@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +23,9 @@ from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import FAR_RTT_S
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
+
+MAX_REDUCING_CLIENTS = 64
+"""Most clients of a group that may reduce: each of them is connected to all clients, the others to these alone."""
 
 
 class Ways(NamedTuple):
@@ -113,6 +116,17 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     return None
 
 
+def clients_to_meet(own_id: PeerId, clients: Collection[PeerId], members: Collection[PeerId]) -> list[PeerId]:
+    """The other clients of a group to which a client connects: those that may reduce, or all if it may itself.
+
+    Args:
+        clients: of the group, this one too.
+        members: of the run; they come before guests.
+    """
+    may_reduce = sorted(clients, key=lambda one: (one not in members, one))[:MAX_REDUCING_CLIENTS]
+    return [one for one in (clients if own_id in may_reduce else may_reduce) if one != own_id]
+
+
 def met_clients(members: Sequence[Member], ways: Mapping[PeerId, Ways]) -> set[int]:
     """The ranks of clients that may reduce: all other clients can exchange with them, half or more without a relay.
 
@@ -127,10 +141,12 @@ def met_clients(members: Sequence[Member], ways: Mapping[PeerId, Ways]) -> set[i
     met: set[int] = set()
     for client, rank in clients.items():
         own = ways.get(client, nowhere)
-        theirs = {other: ways.get(other, nowhere) for other in clients if other != client}
-        punched = {other for other, way in theirs.items() if other in own.punched and client in way.punched}
-        relayed = {other for other, way in theirs.items() if other in own.relayed and client in way.relayed}
-        if theirs and len(punched | relayed) == len(theirs) and 2 * len(punched) >= len(theirs):
+        others = clients.keys() - {client}
+        if not others or not others <= own.punched | own.relayed:
+            continue
+        punched = {one for one in own.punched & others if client in ways.get(one, nowhere).punched}
+        relayed = {one for one in own.relayed & others if client in ways.get(one, nowhere).relayed}
+        if punched | relayed == others and 2 * len(punched) >= len(others):
             met.add(rank)
     return met
 

@@ -30,6 +30,7 @@ from manyhands.averaging.matchmaking.admission import (
     check_call,
     check_join,
     chosen_codec,
+    clients_to_meet,
     fault_of,
     is_later_round,
     met_clients,
@@ -61,6 +62,9 @@ from manyhands.rpc.ways import PUNCHED
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
+
+GREETED_AT_ONCE = 4
+"""Other clients to which a client connects at a time."""
 
 
 class Meeting(Protocol):
@@ -181,6 +185,7 @@ class Matchmaker:
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
         self._on(matchmaking_machine.RoundOver(group.leader, is_committed))
+        self._meet_clients(group)
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
@@ -309,9 +314,7 @@ class Matchmaker:
         assert own is not None
         if not self._endpoint.is_connected(leader):
             self._reach_all()
-        clients = self._other_clients()
-        ways = self._ways_to(clients)
-        self._greet_unmet(clients)
+        ways = self._ways_to_clients()
         request = JoinRequest(
             self._run_fingerprint, position, own, min(patience_s, DAY_S), sorted(ways.punched), sorted(ways.relayed)
         )
@@ -335,41 +338,51 @@ class Matchmaker:
             else:
                 self._failed(leader, matchmaking_machine.LATE, f"peer {leader} gives this one no place")
 
-    def _other_clients(self) -> list[PeerId]:
-        """The other clients of the next group, if this peer is one too and they are few enough to meet each other."""
+    def _ways_to_clients(self) -> Ways:
+        """How this peer can exchange with the other clients of the next group, if it is one too."""
         if not self._endpoint.client_mode:
-            return []
+            return Ways()
         expected = self._meeting.attendees().expected
         clients = [peer_id for peer_id, is_client in expected.items() if is_client]
-        return clients if len(clients) <= MAX_CLIENTS_MET else []
+        ways = {peer_id: way for peer_id in clients if (way := self._endpoint.way_to(peer_id)) is not None}
+        punched = [peer_id for peer_id, way in ways.items() if way == PUNCHED]
+        relayed = [
+            peer_id for peer_id, way in ways.items() if way.relay is not None and self._endpoint.carries_bulk(peer_id)
+        ]
+        return Ways(frozenset(punched[:MAX_CLIENTS_MET]), frozenset(relayed[:MAX_CLIENTS_MET]))
 
-    def _ways_to(self, clients: Sequence[PeerId]) -> Ways:
-        """How this peer can exchange with other clients."""
-        ways = {peer_id: self._endpoint.way_to(peer_id) for peer_id in clients}
-        punched = frozenset(peer_id for peer_id, way in ways.items() if way == PUNCHED)
-        relayed = frozenset(
-            peer_id
-            for peer_id, way in ways.items()
-            if way is not None and way.relay is not None and self._endpoint.carries_bulk(peer_id)
+    def _meet_clients(self, group: Group) -> None:
+        """Connect to other clients in the background, so that this peer may reduce with them, or they for it.
+
+        That comes after a round: before it, the values are sent on the same lines.
+        """
+        if not self._endpoint.client_mode or not self._endpoint.outside.is_known:
+            return
+        roster = self.roster
+        clients = clients_to_meet(
+            self._endpoint.peer_id,
+            [member.peer_id for member in group.members if member.is_client],
+            roster.members if roster is not None else (),
         )
-        return Ways(punched, relayed)
-
-    def _greet_unmet(self, clients: Sequence[PeerId]) -> None:
-        """Connect to the other clients in the background, so that this peer may reduce in later rounds."""
         unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]
-        is_busy = self._greeting is not None and not self._greeting.done()
-        if unmet and self._endpoint.outside.is_known and not is_busy:
+        if unmet and (self._greeting is None or self._greeting.done()):
             self._rng.shuffle(unmet)
             self._greeting = self._tasks.spawn(self._greet(unmet), name="connecting to other clients")
 
     async def _greet(self, clients: Sequence[PeerId]) -> None:
-        """Connect to other clients; end at the first that fails."""
-        for peer_id in clients:
-            try:
-                await self._endpoint.ping(peer_id, DIAL_S)
-            except (Unavailable, PeerError) as error:
-                logger.debug("client %s is not connected: %s", peer_id, error)
+        """Connect to other clients, some at a time; end at the first that fails."""
+        for first in range(0, len(clients), GREETED_AT_ONCE):
+            at_once = clients[first : first + GREETED_AT_ONCE]
+            if not all(await asyncio.gather(*(self._is_met(peer_id) for peer_id in at_once))):
                 return
+
+    async def _is_met(self, peer_id: PeerId) -> bool:
+        try:
+            await self._endpoint.ping(peer_id, DIAL_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("client %s is not connected: %s", peer_id, error)
+            return False
+        return True
 
     def _failed(self, leader: PeerId, code: str, reason: str) -> None:
         logger.info("Peer %s cannot lead this round: %s", leader, reason)
