@@ -184,6 +184,30 @@ async def test_an_attempt_without_the_other_end_fails_in_time() -> None:
     transport.close()
 
 
+async def test_a_closed_port_leaves_nothing_in_the_event_loop() -> None:
+    """The next socket gets its file descriptor, perhaps before the attempts have seen that they are cancelled."""
+    loop = asyncio.get_running_loop()
+    port = tcp.TcpPort()
+    attempts = [asyncio.ensure_future(attempt) for attempt in port.connections([])]
+    await asyncio.sleep(0.01)
+    port.close()
+    pairs = [socket.socketpair() for _ in attempts]
+    for one, other in pairs:
+        one.setblocking(False)
+        other.send(b"hello")
+        assert await loop.sock_recv(one, 5) == b"hello"
+    receiving = asyncio.ensure_future(loop.sock_recv(pairs[0][0], 5))
+    await asyncio.sleep(0)
+    for attempt in attempts:
+        attempt.cancel()
+    await asyncio.wait(attempts)
+    pairs[0][1].send(b"again")
+    assert await asyncio.wait_for(receiving, 1.0) == b"again"
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+
+
 async def test_places_that_may_not_be_dialled_are_refused() -> None:
     async with clients_and_relays("tls", config=RpcConfig()) as (one, other, _):
         await one.call_on(other.peer_id, 5.0)

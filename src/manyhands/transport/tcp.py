@@ -332,7 +332,11 @@ class TcpPort:
             sock.listen(MAX_UNACCEPTED)
 
     def close(self) -> None:
+        """Close the port at once, also while :meth:`connections` wait; inside the event loop in which they do."""
+        loop = asyncio.get_running_loop()
         for sock in self._listening:
+            if sock.fileno() >= 0:
+                loop.remove_reader(sock)  # else the next socket with this file descriptor inherits the wait
             sock.close()
 
     def connections(self, places: Sequence[Address]) -> list[Coroutine[Any, Any, tuple[socket.socket, Address]]]:
