@@ -101,6 +101,22 @@ async def test_a_small_vector_is_exchanged_with_the_few_that_reduce_it(
         torch.testing.assert_close(result.averaged_N, weighted_mean(values, weights), rtol=1e-6, atol=1e-6)
 
 
+async def test_a_client_that_is_closed_in_mid_round_connects_to_no_others() -> None:
+    async with averagers(4, clients=(1, 2), kind="tls") as members:
+        averager, _, endpoint = members[1]
+        round_over = averager.matchmaker.round_over
+        ended: list[tuple[Any, dict[str, Any]]] = []
+        for client, _, of_client in members[1:3]:
+            await of_client.call_on(members[0][2].peer_id, 5.0)
+            client.matchmaker.round_over = lambda *args, **options: ended.append((args, options))  # type: ignore[method-assign]
+        await asyncio.gather(*(averager.average(torch.ones(5), 1.0) for averager, _, _ in members))
+        assert endpoint.outside.is_known
+        assert not endpoint.is_connected(members[2][2].peer_id)
+        await averager.close()
+        args, options = ended[0]
+        round_over(*args, **options)
+
+
 async def test_a_member_without_samples_gets_the_mean_of_the_others() -> None:
     values = vectors(3, 1000)
     values[1].fill_(float("nan"))  # must not travel

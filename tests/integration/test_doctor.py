@@ -416,7 +416,7 @@ async def test_doctor_tells_how_each_peer_of_the_run_is_reached() -> None:
         assert check.ok is None, "the relay is no volunteer"
         assert "that relay forwards no averages: start it with --relay" in check.advice
         assert "the other machines' routers stood in the way" in check.advice
-        assert f"({far.peer_id}: the router of this peer is symmetric)" in check.advice
+        assert f"({far.peer_id}: its router takes another port for each connection (symmetric))" in check.advice
         assert report.seconds < 15.0
 
 

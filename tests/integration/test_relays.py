@@ -213,6 +213,21 @@ async def test_a_relayed_peer_that_announces_an_address_is_dialled_there_at_once
         await until(lambda: client.way_to(listening.peer_id) == DIRECT, "the client has dialled")
 
 
+async def test_announcements_of_a_relayed_peer_cause_one_attempt_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(punched_streams, "PAUSES_S", (600.0,))
+    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
+        seems_symmetric(client)
+        serve_echo(listening)
+        bound = listening.addresses[0]
+        await meet_through(relay, client, listening)
+        assert await echoed(client, listening)
+        listening.announce([Address.of("127.0.0.1", free_port())])
+        await asyncio.sleep(0.2)
+        listening.announce([bound])
+        await asyncio.sleep(0.5)
+        assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_that_can_dial_only_one_peer_reaches_the_others_through_it(kind: str) -> None:
     """As behind a firewall that lets connections to port 443 out."""

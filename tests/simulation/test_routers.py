@@ -99,6 +99,42 @@ def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
         assert came["punched"] - came["relayed"] < 6 * 2 * LATENCY_S, "two of these through the relay, to agree on it"
 
 
+def test_a_relayed_peer_that_announces_an_address_is_not_looked_for_at_the_relay() -> None:
+    """It announces an address in its own network; the relay alone sees where its connections come from."""
+    world = World(1)
+    world.network.default_link.latency_s = LATENCY_S
+    endpoints: dict[str, Endpoint] = {}
+    known: list[str] = []
+
+    async def run(host: Host) -> None:
+        is_client = host.name != "relay"
+        host.router = "symmetric" if is_client else "none"
+        endpoint = endpoints[host.name] = Endpoint(
+            world.transport(host), client_mode=is_client, config=RpcConfig(), rng=world.rng(f"endpoint of {host.name}")
+        )
+        serve_echo(endpoint)
+        if not is_client:
+            await endpoint.listen([Address.of(host.ip, 0)])
+        else:
+            await asyncio.sleep(0.1)
+            await endpoint.connect(endpoints["relay"].addresses[0])
+        if host.name == "caller":
+            await asyncio.sleep(1.0)
+            target = endpoints["target"]
+            await endpoint.call(target.peer_id, ECHO, Text("hello"))
+            target.announce([Address.parse("/ip4/192.168.7.7/tcp/31337")])
+            target.set_client_mode(is_on=False)
+            await asyncio.sleep(2.0)
+            known.extend(str(address.host) for address in endpoint.addresses_of(target.peer_id))
+        await asyncio.sleep(8.0 - asyncio.get_running_loop().time())
+        await endpoint.close()
+
+    for name in ("relay", "target", "caller"):
+        world.start(name, run)
+    world.run(20.0)
+    assert known == ["192.168.7.7"]
+
+
 @pytest.mark.parametrize("num_silent", [0, 1])
 def test_one_of_three_relays_is_enough_on_long_lines(num_silent: int) -> None:
     """Some 12 trips of 0.1 s lead to a relayed connection: more than a third of the time that callers have."""

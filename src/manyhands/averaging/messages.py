@@ -73,8 +73,8 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
 
-MAX_CLIENTS_MET = 256
-"""Most other clients that a client names when it asks for a place: as many as a group has members."""
+MAX_CLIENTS_MET = 4096
+"""Most other clients that a client names when it asks for a place: as many as the largest group has."""
 
 
 class Mark(enum.IntFlag):
@@ -95,6 +95,8 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         may_reduce: false of a member that was blamed in its last round, and of guests while there is trouble: it owns a
             span only if nobody else can.
         is_met: whether all other members can exchange with it although it is a client, as the leader says.
+        is_punchable: of a client: whether it knows where its connections come from, so that other clients can connect
+            to it without a relay.
         norm: the L2 norm of its values, as it says; 0 if it does not say, as in rounds that do not clip.
         scale: the factor with which its values count; not sent, as it follows from the norms (:mod:`.round.limits`).
     """
@@ -106,6 +108,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     bandwidth: Bandwidth = 0
     may_reduce: bool = True
     is_met: bool = False
+    is_punchable: bool = False
     norm: Norm = 0.0
     scale: Scale = 1.0
 

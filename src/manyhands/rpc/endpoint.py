@@ -252,7 +252,8 @@ class Endpoint:
             logger.debug("peer %s was not told the new addresses: %s", connection.remote, error)
 
     def _on_announced(self, remote: PeerId, request: Announcement) -> AnnounceResponse:
-        host = self.host_of(remote)
+        way = self.way_to(remote)
+        host = self.host_of(remote) if way is not None and way.relay is None else ""  # else that of the relay
         addresses = seen_from_outside(remote, request.addresses, host)
         self._book.failed(remote)  # the addresses that worked before may lead elsewhere now
         self._book.announced(remote, addresses, host)

@@ -76,6 +76,17 @@ PAUSES_S = (1.0, 4.0, 600.0)
 first (arXiv:2510.27500); the second and third are for targets that were busy."""
 
 
+NOT_PUNCHABLE, NO_PLACES = "not_punchable", "no_places"
+REFUSALS = {
+    NOT_PUNCHABLE: "its router takes another port for each connection (symmetric)",
+    NO_PLACES: "it has no place in common with this machine: one has IPv4 only, say, and the other IPv6",
+}
+"""What it means for the two peers that the target refuses, by code; a busy one says nothing of routers."""
+
+EARLY_PERIOD_S = 60.0
+"""Least time between two attempts that announcements of one peer cause, so that it cannot use up the dials of all."""
+
+
 class PunchRequest(msgspec.Struct, frozen=True):
     """Asks a connected peer to connect to the caller, which connects to it at the same time.
 
@@ -105,10 +116,12 @@ class _Attempts:
 
     Attributes:
         has_moved: ends the pause before the next attempt.
+        early_at: loop time from which on an announcement of the other peer may end it.
         obstacle: why the last one failed, in words.
     """
 
     has_moved: asyncio.Event = field(default_factory=asyncio.Event)
+    early_at: float = -math.inf
     obstacle: str = ""
 
 
@@ -159,9 +172,11 @@ class PunchedStreams:
 
         By default try all: others see this peer at another address, or its router is known now.
         """
+        now = asyncio.get_running_loop().time()
         for connection, attempts in self._attempts.items():
-            if peer_id in (None, connection.remote):
+            if peer_id is None or (peer_id == connection.remote and now >= attempts.early_at):
                 attempts.has_moved.set()
+                attempts.early_at = now + EARLY_PERIOD_S
 
     async def open_some_time(
         self,
@@ -187,7 +202,7 @@ class PunchedStreams:
                     try:
                         return await self.open(connection, hello(), DIAL_TIMEOUT_S)
                     except (Unavailable, PeerError) as error:
-                        attempts.obstacle = error.message if isinstance(error, Refused) else str(error)
+                        attempts.obstacle = REFUSALS.get(error.code, "") if isinstance(error, Refused) else str(error)
                 await wait_at_most(attempts.has_moved, pause_s)
         finally:
             del self._attempts[connection]
@@ -249,12 +264,12 @@ class PunchedStreams:
             self._counters["refused_punches"] += 1
             raise Refused(remote, "busy", f"this peer makes {self._num_under_way} such attempts already")
         if not self._outside.is_known:
-            raise Refused(remote, "no_places", f"the router of this peer is {self._outside.router}")
+            raise Refused(remote, NOT_PUNCHABLE, f"the router of this peer is {self._outside.router}")
         places = self._allowed(remote, request.places)
         try:
             port = self._port()
         except Unavailable as error:
-            raise Refused(remote, "no_places", str(error)) from error
+            raise Refused(remote, NO_PLACES, str(error)) from error
         rtt_s = connection.shortest_rtt_s  # unknown just after the first hello: what comes too early is sent again
         delay_s = min(rtt_s / 2, CONNECT_TIMEOUT_S / 2) if math.isfinite(rtt_s) else 0.0
         self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
@@ -316,5 +331,5 @@ class PunchedStreams:
             places = [place for place in places if may_dial_heard(place.host, place.port, outside)]
         allowed = [place for place in places if not self._rules.refusal(place.host, place.port, "", now)]
         if not allowed:
-            raise Refused(remote, "no_places", "none of the places that it names may be dialled from here")
+            raise Refused(remote, NO_PLACES, "none of the places that it names may be dialled from here")
         return sorted(allowed, key=lambda place: place.protocol != "ip6")

@@ -61,6 +61,7 @@ def test_a_round_in_which_a_client_could_not_reduce_shows_nothing() -> None:
     """It sent a part of what a reducer sends, and the reducers' lines may have held it up."""
     bandwidth = RoundBandwidth(None)
     bandwidth.end_round(10 * MB, 1.0, None, could_reduce=False)
+    bandwidth.end_round(10 * MB, 1.0, 30.0 * MB, could_reduce=False)
     assert bandwidth.bandwidth == 0
     assert bandwidth.end_slow_round(10 * MB, 10.0, could_reduce=False) == MB
     assert bandwidth.bandwidth == 0

@@ -56,14 +56,15 @@ def test_a_client_that_is_met_owns_a_span() -> None:
     assert fault_of(group, peer(0), Member(peer(1), [], True, 1.0), Position(0, b""), "none") is None
 
 
-def to_meet(own: int, members: Collection[int]) -> list[int]:
+def to_meet(own: int, members: Collection[int] = range(6), punchable: Collection[int] = range(6)) -> list[int]:
     """The numbers of the clients that one of the clients 1 to 5 connects to."""
-    found = clients_to_meet(peer(own), [peer(number) for number in range(1, 6)], [peer(number) for number in members])
+    clients = {peer(number): number in punchable for number in range(1, 6)}
+    found = clients_to_meet(peer(own), clients, [peer(number) for number in members])
     return sorted(number for number in range(6) if peer(number) in found)
 
 
 def test_few_clients_all_meet_each_other() -> None:
-    assert to_meet(3, range(6)) == [1, 2, 4, 5]
+    assert to_meet(3) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("members", [(), range(6), (0, 4, 5)])
@@ -76,3 +77,14 @@ def test_of_many_clients_those_that_may_reduce_meet_all_and_the_others_only_thes
     for client in sorted(clients):
         expected = sorted(clients - {client}) if client in chosen else sorted(chosen)
         assert to_meet(client, members) == expected, client
+
+
+def test_a_client_that_others_reach_by_relays_alone_is_none_of_those_that_may_reduce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_REDUCING_CLIENTS", 2)
+    symmetric = set(sorted(range(1, 6), key=peer)[:3])
+    chosen = sorted({1, 2, 3, 4, 5} - symmetric)
+    for client in symmetric:
+        assert to_meet(client, punchable=chosen) == chosen
+    assert to_meet(chosen[0], punchable=chosen) == sorted({1, 2, 3, 4, 5} - {chosen[0]})

@@ -91,14 +91,13 @@ class RoundBandwidth:
         Args:
             num_bytes: bytes that it sent.
             seconds: from when the group had formed until the verdict, as sent bytes may wait in the system's buffers.
-            rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell, or if
-                it could not reduce.
+            rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
             could_reduce: whether it sent means, too, or could have.
         """
         least = UNTESTED * num_bytes / max(seconds, EPSILON)
         was_blamed = not self.may_reduce
         self.may_reduce = True
-        if rate is not None:
+        if rate is not None and could_reduce:
             self._latest.append(rate)
             return
         if was_blamed:

@@ -25,7 +25,7 @@ from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
 MAX_REDUCING_CLIENTS = 64
-"""Most clients of a group that may reduce: each of them is connected to all clients, the others to these alone."""
+"""So many clients of a group connect to all of its clients, so that they may reduce; the others connect to these."""
 
 
 class Ways(NamedTuple):
@@ -116,14 +116,15 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     return None
 
 
-def clients_to_meet(own_id: PeerId, clients: Collection[PeerId], members: Collection[PeerId]) -> list[PeerId]:
+def clients_to_meet(own_id: PeerId, clients: Mapping[PeerId, bool], members: Collection[PeerId]) -> list[PeerId]:
     """The other clients of a group to which a client connects: those that may reduce, or all if it may itself.
 
     Args:
-        clients: of the group, this one too.
+        clients: of the group, this one too; for each whether it is punchable, as one that is not never reduces.
         members: of the run; they come before guests.
     """
-    may_reduce = sorted(clients, key=lambda one: (one not in members, one))[:MAX_REDUCING_CLIENTS]
+    punchable = [client for client, is_punchable in clients.items() if is_punchable]
+    may_reduce = sorted(punchable, key=lambda one: (one not in members, one))[:MAX_REDUCING_CLIENTS]
     return [one for one in (clients if own_id in may_reduce else may_reduce) if one != own_id]
 
 

@@ -158,6 +158,7 @@ class Matchmaker:
             float(weight),
             bandwidth,
             may_reduce,
+            is_punchable=self._endpoint.client_mode and self._endpoint.outside.is_known,
             norm=norm,
         )
         found: asyncio.Future[Group] = self._loop.create_future()
@@ -354,14 +355,14 @@ class Matchmaker:
     def _meet_clients(self, group: Group) -> None:
         """Connect to other clients in the background, so that this peer may reduce with them, or they for it.
 
-        That comes after a round: before it, the values are sent on the same lines.
+        It begins after a round: before it, values are sent on the same lines.
         """
-        if not self._endpoint.client_mode or not self._endpoint.outside.is_known:
+        if self._tasks.is_closed or not self._endpoint.client_mode or not self._endpoint.outside.is_known:
             return
         roster = self.roster
         clients = clients_to_meet(
             self._endpoint.peer_id,
-            [member.peer_id for member in group.members if member.is_client],
+            {member.peer_id: member.is_punchable for member in group.members if member.is_client},
             roster.members if roster is not None else (),
         )
         unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]

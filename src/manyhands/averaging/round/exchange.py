@@ -245,7 +245,8 @@ class Exchange:
         within_s = self.times.stream_s(other, self.endpoint.rtt_s(group.members[other].peer_id))
         stream = await self.partners.connect(group, self.contribution.rank, other, num_bytes, name, within_s)
         self.streams[other] = stream
-        if self._share is not None and group.members[self.contribution.rank].can_reduce:  # else see bandwidth.py
+        # else the lines of the few reducers hold it up, and would be taken for its own (allreduce/bandwidth.py)
+        if self._share is not None and group.members[self.contribution.rank].can_reduce:
             self._share.add(stream.stream, num_bytes)
         if stream.remote in self._lost:
             stream.abort()
