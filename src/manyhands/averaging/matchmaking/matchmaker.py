@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -109,6 +109,7 @@ class Matchmaker:
         self._ways: dict[PeerId, Ways] = {}  # of clients that asked here, to other clients
         self._reaching: set[PeerId] = set()
         self._greeting: asyncio.Task[None] | None = None
+        self._was_in_group = False
         self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._ended_at = -math.inf  # loop time when the last search ended
@@ -186,7 +187,8 @@ class Matchmaker:
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
         self._on(matchmaking_machine.RoundOver(group.leader, is_committed))
-        self._meet_clients(group)
+        self._was_in_group = True
+        self._meet({member.peer_id: member.is_punchable for member in group.members if member.is_client})
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
@@ -352,20 +354,29 @@ class Matchmaker:
         ]
         return Ways(frozenset(punched[:MAX_CLIENTS_MET]), frozenset(relayed[:MAX_CLIENTS_MET]))
 
-    def _meet_clients(self, group: Group) -> None:
+    def meet_expected(self) -> None:
+        """Connect to the clients that are expected, until this peer is in its first group.
+
+        Else none of them could reduce in that round. What is known of their routers is said in a group.
+        """
+        if self._endpoint.client_mode and not self._was_in_group:
+            expected = self._meeting.attendees().expected
+            self._meet({peer_id: True for peer_id, is_client in expected.items() if is_client})
+
+    def _meet(self, clients: Mapping[PeerId, bool]) -> None:
         """Connect to other clients in the background, so that this peer may reduce with them, or they for it.
 
-        It begins after a round: before it, values are sent on the same lines.
+        It begins between rounds: during a round, values are sent on the same lines.
+
+        Args:
+            clients: each with whether it is punchable.
         """
         if self._tasks.is_closed or not self._endpoint.client_mode or not self._endpoint.outside.is_known:
             return
         roster = self.roster
-        clients = clients_to_meet(
-            self._endpoint.peer_id,
-            {member.peer_id: member.is_punchable for member in group.members if member.is_client},
-            roster.members if roster is not None else (),
-        )
-        unmet = [peer_id for peer_id in clients if not self._endpoint.is_connected(peer_id)]
+        members = roster.members if roster is not None else ()
+        to_meet = clients_to_meet(self._endpoint.peer_id, {**clients, self._endpoint.peer_id: True}, members)
+        unmet = [peer_id for peer_id in to_meet if not self._endpoint.is_connected(peer_id)]
         if unmet and (self._greeting is None or self._greeting.done()):
             self._rng.shuffle(unmet)
             self._greeting = self._tasks.spawn(self._greet(unmet), name="connecting to other clients")
