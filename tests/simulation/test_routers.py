@@ -287,7 +287,7 @@ def test_a_newcomer_behind_a_router_has_met_the_other_clients_before_its_first_r
             if member.name == "public" and member.optimizer.global_step > before:
                 assert last is not None
                 sent.append(member.peer.presence.endpoint.bytes_sent)
-                if len(last.contributors()) == len(names):
+                if len(last.members) == len(names):
                     together_from.append(len(sent))
         member.optimizer.wait_for_others()
 
@@ -308,7 +308,7 @@ def test_a_newcomer_behind_a_router_has_met_the_other_clients_before_its_first_r
     in_step = [after - before for before, after in itertools.pairwise(sent)]
     first = together_from[0]
     assert 6 < first < 2 * STEPS
-    assert max(in_step[first - 2 :]) < 1.5 * statistics.median(in_step)
+    assert max(in_step[first - 2 :]) < 2.0 * statistics.median(in_step), "one of them also gives it the state"
 
 
 def test_of_many_clients_a_few_share_the_work_of_the_public_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,6 @@ def test_of_many_clients_a_few_share_the_work_of_the_public_peer(monkeypatch: py
     for name in few:
         assert met[name] == set(clients) - {name}
         assert sent["public"] < 1.3 * sent[name], "its bytes are those of the clients that reduce"
-    assert any(met[name] < set(clients) - {name} for name in clients), "not all have met"
     assert min(sent.values()) < 0.6 * sent["public"]
 
 

@@ -73,8 +73,8 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
 
-MAX_CLIENTS_MET = 4096
-"""Most other clients that a client names when it asks for a place: as many as the largest group has."""
+MAX_CLIENTS_MET = 1024
+"""Most other clients that a client names when it asks for a place: as many as it may be connected to."""
 
 
 class Mark(enum.IntFlag):

@@ -202,7 +202,7 @@ class RoundRunner:
                 num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
                 rate = self._bandwidth.end_slow_round(num_bytes, seconds, could_reduce=could_reduce)
                 if rate is not None:
-                    said = self._slow_round(group, flat_N, shapes, rate, available_s, could_reduce=could_reduce)
+                    said = self._slow_round(group, flat_N, shapes, rate, available_s)
                     raise TooSlow(f"{said}. The round ended because {error.reason}", error.blamed) from error
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
@@ -218,17 +218,15 @@ class RoundRunner:
             )
         return committed
 
-    def _slow_round(
-        self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float, *, could_reduce: bool
-    ) -> str:
+    def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
         """Say that the lines are too slow for a round, and what the next one takes or what to change."""
         num_peers = len(group.members)
         setting = self._config.codec
         numel = flat_N.numel()
         codec = codec_of_code(group.codec, setting)
-        others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
-        told = [round(rate)] if could_reduce else []  # a client's rate is not told before it reduces
-        following = chosen_codec(setting, told, map(self._endpoint.rtt_s, others))
+        others = [member for member in group.members if member.peer_id != self._endpoint.peer_id]
+        bandwidths = [self._bandwidth.bandwidth, *(member.bandwidth for member in others)]
+        following = chosen_codec(setting, bandwidths, [self._endpoint.rtt_s(member.peer_id) for member in others])
         by_codec_s = {
             one.name: needed_s(plan_of(shapes, one, dtype=flat_N.dtype).num_bytes(0, numel), num_peers, rate)
             for one in (codec, following, INT8, INT4)

@@ -31,12 +31,12 @@ class RunEndpoint:
         self.peer_id = endpoint.peer_id
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
+        self.ways = endpoint.ways
         self.addresses_to_tell = endpoint.addresses_to_tell
         self.learn = endpoint.learn
         self.is_connected = endpoint.is_connected
         self.rtt_s = endpoint.rtt_s
         self.outside = endpoint.outside
-        self.way_to = endpoint.way_to
         self.carries_bulk = endpoint.carries_bulk
         self.held = endpoint.held
         self.release = endpoint.release

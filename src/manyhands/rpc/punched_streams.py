@@ -76,15 +76,11 @@ PAUSES_S = (1.0, 4.0, 600.0)
 first (arXiv:2510.27500); the second and third are for targets that were busy."""
 
 
-NOT_PUNCHABLE, NO_PLACES = "not_punchable", "no_places"
-REFUSALS = {
-    NOT_PUNCHABLE: "its router takes another port for each connection (symmetric)",
-    NO_PLACES: "it has no place in common with this machine: one has IPv4 only, say, and the other IPv6",
-}
-"""What it means for the two peers that the target refuses, by code; a busy one says nothing of routers."""
+SYMMETRIC = "symmetric"
+"""Code of the refusal of a target whose router takes another port for each connection."""
 
 EARLY_PERIOD_S = 60.0
-"""Least time between two attempts that announcements of one peer cause, so that it cannot use up the dials of all."""
+"""Least time between two announcements of one peer that end a pause, so that it cannot use up the dials of all."""
 
 
 class PunchRequest(msgspec.Struct, frozen=True):
@@ -116,7 +112,7 @@ class _Attempts:
 
     Attributes:
         has_moved: ends the pause before the next attempt.
-        early_at: loop time from which on an announcement of the other peer may end it.
+        early_at: loop time from which on the next announcement of the other peer may end it.
         obstacle: why the last one failed, in words.
     """
 
@@ -172,11 +168,15 @@ class PunchedStreams:
 
         By default try all: others see this peer at another address, or its router is known now.
         """
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         for connection, attempts in self._attempts.items():
-            if peer_id is None or (peer_id == connection.remote and now >= attempts.early_at):
+            if peer_id is None:
                 attempts.has_moved.set()
-                attempts.early_at = now + EARLY_PERIOD_S
+            elif peer_id == connection.remote and attempts.early_at <= now + EARLY_PERIOD_S:  # else one is to come
+                at = max(now, attempts.early_at)
+                loop.call_at(at, attempts.has_moved.set)
+                attempts.early_at = at + EARLY_PERIOD_S
 
     async def open_some_time(
         self,
@@ -202,7 +202,7 @@ class PunchedStreams:
                     try:
                         return await self.open(connection, hello(), DIAL_TIMEOUT_S)
                     except (Unavailable, PeerError) as error:
-                        attempts.obstacle = REFUSALS.get(error.code, "") if isinstance(error, Refused) else str(error)
+                        attempts.obstacle = self._obstacle_of(error) or attempts.obstacle
                 await wait_at_most(attempts.has_moved, pause_s)
         finally:
             del self._attempts[connection]
@@ -246,8 +246,15 @@ class PunchedStreams:
         self._streams.add(stream)
         return stream
 
+    @staticmethod
+    def _obstacle_of(error: Unavailable | PeerError) -> str:
+        """What stood in the way, as far as the error tells; a refusal of another kind tells nothing of routers."""
+        if not isinstance(error, Refused):
+            return str(error)
+        return "its router takes another port for each connection (symmetric)" if error.code == SYMMETRIC else ""
+
     def _obstacle(self, places: Sequence[Address], error: DialFailed) -> str:
-        """What stood in the way of a connection, as far as the failed attempt tells."""
+        """What stood in the way of a connection from both ends."""
         if any(place.protocol == "ip4" and place.host in self._outside.hosts for place in places):
             return "both are behind one router, which does not connect the machines behind it"
         if error.reason is DialReason.UNREACHABLE:
@@ -264,12 +271,13 @@ class PunchedStreams:
             self._counters["refused_punches"] += 1
             raise Refused(remote, "busy", f"this peer makes {self._num_under_way} such attempts already")
         if not self._outside.is_known:
-            raise Refused(remote, NOT_PUNCHABLE, f"the router of this peer is {self._outside.router}")
+            code = SYMMETRIC if self._outside.router == "symmetric" else "no_places"
+            raise Refused(remote, code, f"the router of this peer is {self._outside.router}")
         places = self._allowed(remote, request.places)
         try:
             port = self._port()
         except Unavailable as error:
-            raise Refused(remote, NO_PLACES, str(error)) from error
+            raise Refused(remote, "no_places", str(error)) from error
         rtt_s = connection.shortest_rtt_s  # unknown just after the first hello: what comes too early is sent again
         delay_s = min(rtt_s / 2, CONNECT_TIMEOUT_S / 2) if math.isfinite(rtt_s) else 0.0
         self._tasks.spawn(self._meet(remote, port, places, delay_s), name=f"connecting at the same time as {remote}")
@@ -331,5 +339,5 @@ class PunchedStreams:
             places = [place for place in places if may_dial_heard(place.host, place.port, outside)]
         allowed = [place for place in places if not self._rules.refusal(place.host, place.port, "", now)]
         if not allowed:
-            raise Refused(remote, NO_PLACES, "none of the places that it names may be dialled from here")
+            raise Refused(remote, "no_places", "none of the places that it names may be dialled from here")
         return sorted(allowed, key=lambda place: place.protocol != "ip6")

@@ -32,8 +32,8 @@ from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
 
 MAX_KEPT = 64
-"""Limit of the kept streams that a peer has dialled; the oldest is closed. As many as there are clients that reduce, as
-each of their streams may have to be opened from both ends."""
+"""Limit of the kept streams that a peer has dialled; the oldest is closed. As many as there are clients that reduce: to
+open a stream from both ends again costs several round trips."""
 MAX_UNNAMED = 512
 """Limit of the accepted streams that wait for the name of a round, at most one from each peer. Strangers may open
 streams, and a reducer may have hundreds of clients."""

@@ -342,31 +342,30 @@ class Matchmaker:
                 self._failed(leader, matchmaking_machine.LATE, f"peer {leader} gives this one no place")
 
     def _ways_to_clients(self) -> Ways:
-        """How this peer can exchange with the other clients of the next group, if it is one too."""
+        """How this peer can exchange with other clients, if it is one too; of which run they are, the leader knows."""
         if not self._endpoint.client_mode:
             return Ways()
-        expected = self._meeting.attendees().expected
-        clients = [peer_id for peer_id, is_client in expected.items() if is_client]
-        ways = {peer_id: way for peer_id in clients if (way := self._endpoint.way_to(peer_id)) is not None}
+        ways = self._endpoint.ways()
         punched = [peer_id for peer_id, way in ways.items() if way == PUNCHED]
         relayed = [
             peer_id for peer_id, way in ways.items() if way.relay is not None and self._endpoint.carries_bulk(peer_id)
         ]
         return Ways(frozenset(punched[:MAX_CLIENTS_MET]), frozenset(relayed[:MAX_CLIENTS_MET]))
 
-    def meet_expected(self) -> None:
-        """Connect to the clients that are expected, until this peer is in its first group.
+    def meet_members(self) -> None:
+        """Connect to the clients among the members of the run, until this peer is in its first group.
 
         Else none of them could reduce in that round. What is known of their routers is said in a group.
         """
-        if self._endpoint.client_mode and not self._was_in_group:
-            expected = self._meeting.attendees().expected
-            self._meet({peer_id: True for peer_id, is_client in expected.items() if is_client})
+        roster = self.roster
+        if self._endpoint.client_mode and not self._was_in_group and roster is not None:
+            standings = roster.standings.items()
+            self._meet({peer_id: True for peer_id, one in standings if one.is_member and not one.can_lead})
 
     def _meet(self, clients: Mapping[PeerId, bool]) -> None:
         """Connect to other clients in the background, so that this peer may reduce with them, or they for it.
 
-        It begins between rounds: during a round, values are sent on the same lines.
+        That is best done between rounds: during a round, values are sent on the same lines.
 
         Args:
             clients: each with whether it is punchable.

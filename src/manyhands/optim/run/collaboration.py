@@ -200,7 +200,7 @@ class Collaboration:
             self._alone_since = asyncio.get_running_loop().time()
         self._machine.lull_until = -math.inf
         self._contacts.connect_to_those_in_need()
-        self._rounds.matchmaker.meet_expected()
+        self._rounds.matchmaker.meet_members()
         self.step_rounds.plan()
 
     async def close(self) -> None:
