@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import logging
 import threading
 from collections.abc import Coroutine
@@ -74,7 +75,8 @@ class LoopThread:
         try:
             future = self.submit(coro)
         except BaseException:  # Ctrl-C just now, too: Python would warn that nobody has awaited the coroutine
-            coro.close()
+            if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED:  # else it has begun on the loop, and ends there
+                coro.close()
             raise
         try:
             return future.result(timeout_s)

@@ -114,6 +114,25 @@ def test_ctrl_c_cancels_what_is_waited_for(runtime: LoopThread, monkeypatch: pyt
     assert job.cancelled.wait(20.0)
 
 
+def test_ctrl_c_just_after_a_coroutine_was_handed_over_does_not_end_it_on_this_thread(
+    runtime: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does at its end needs its event loop."""
+    job, submit = Job(), runtime.submit
+
+    def handed_over(coro: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        submit(coro)
+        assert job.started.wait(20.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtime, "submit", handed_over)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run(job(), 30.0, "waiting")
+    assert not job.cancelled.is_set()
+    runtime.close()
+    assert job.cancelled.is_set()
+
+
 def test_ctrl_c_before_a_coroutine_was_handed_over_leaves_no_warning(
     runtime: LoopThread, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
