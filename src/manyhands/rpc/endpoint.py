@@ -253,7 +253,7 @@ class Endpoint:
 
     def _on_announced(self, remote: PeerId, request: Announcement) -> AnnounceResponse:
         way = self.way_to(remote)
-        host = self.host_of(remote) if way is not None and way.relay is None else ""  # else that of the relay
+        host = "" if way is not None and way.relay is not None else self.host_of(remote)  # not that of a relay
         addresses = seen_from_outside(remote, request.addresses, host)
         self._book.failed(remote)  # the addresses that worked before may lead elsewhere now
         self._book.announced(remote, addresses, host)
