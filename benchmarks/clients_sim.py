@@ -1,11 +1,12 @@
 """One public peer and many clients behind routers that keep ports, in virtual time: how the work is shared.
 
-    python benchmarks/clients_sim.py --clients 16,80 [--most 64] [--steps 16] [--mbit-s 100] [--json FILE]
+    python benchmarks/clients_sim.py --clients 16,80 [--most 64] [--steps 16] [--mbit-s 100]
+        [--codec int8] [--json FILE]
 
-All peers have lines of ``--mbit-s`` and train a layer of a million parameters, sent as int8, with batches of 2 s and a
-target that most reach in their second one. Every one is real except for its network and clock; the clients meet each
-other through the public peer. With ``--most`` other numbers of clients may reduce (``MAX_REDUCING_CLIENTS``). JSON: a
-list of ``{clients, most, step_s, public_vectors, busiest_vectors, median_vectors, shared_from, contributors, cpu_s}``:
+All peers have lines of ``--mbit-s`` and train a layer of a million parameters, with batches of 2 s and a target that
+most reach in their second one. Every one is real except for its network and clock; the clients meet each other through
+the public peer. With ``--most`` other numbers of clients may reduce (``MAX_REDUCING_CLIENTS``). JSON: a list of
+``{clients, most, step_s, public_vectors, busiest_vectors, median_vectors, shared_from, contributors, cpu_s}``:
 
   step_s           median duration of the last four steps
   public_vectors   what the public peer sends in each of the last four steps, in vectors
@@ -39,14 +40,15 @@ from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.smaller import smaller
 
 WIDTH = 1000
-VECTOR_BYTES = WIDTH * WIDTH + WIDTH
+VECTOR_BYTES = {"int8": WIDTH * WIDTH + WIDTH, "none": 4 * (WIDTH * WIDTH + WIDTH)}
+"""Roughly, by codec."""
 BATCH_S = 2.0
 BATCH_SIZE = 4
 BATCHES = 1.75  # with 2, a single peer that is out of step has all others compute a third one
 LAST_STEPS = 4
 
 
-def measure(num_clients: int, most: int, num_steps: int, mbit_s: float) -> dict[str, Any]:
+def measure(num_clients: int, most: int, num_steps: int, mbit_s: float, codec: str) -> dict[str, Any]:
     """Run one swarm; returns its row."""
     swarm = Swarm(1)
     names = ["public", *(f"client {number}" for number in range(num_clients))]
@@ -68,31 +70,22 @@ def measure(num_clients: int, most: int, num_steps: int, mbit_s: float) -> dict[
         member.optimizer.wait_for_others()
 
     began = time.process_time()
-    former = admission.MAX_REDUCING_CLIENTS
-    admission.MAX_REDUCING_CLIENTS = most
-    try:
-        for number, name in enumerate(names):
-            swarm.start(
-                name,
-                lambda: torch.nn.Linear(WIDTH, WIDTH),
-                lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-                train,
-                client_mode=name != "public",
-                begins_s=0.1 * number,
-                target_batch_size=int(BATCHES * BATCH_SIZE * len(names)),
-                averaging=AveragingConfig(codec="int8"),
-            )
-            swarm.world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
-            swarm.world.host(name).router = "none" if name == "public" else "port-preserving"
-        with smaller(span_numel=64):
-            swarm.run(36000.0)
-    finally:
-        admission.MAX_REDUCING_CLIENTS = former
+    for number, name in enumerate(names):
+        swarm.start_behind(
+            "port-preserving" if number else "none", name, WIDTH, train, mbit_s=mbit_s, begins_s=0.1 * number,
+            target_batch_size=int(BATCHES * BATCH_SIZE * len(names)), averaging=AveragingConfig(codec=codec),
+        )  # fmt: skip
+    with smaller(span_numel=64, reducing_clients=most):
+        swarm.run(36000.0)
     vectors = {
-        name: round((told[-1] - told[-1 - LAST_STEPS]) / LAST_STEPS / VECTOR_BYTES, 1) for name, told in sent.items()
+        name: round((told[-1] - told[-1 - LAST_STEPS]) / LAST_STEPS / VECTOR_BYTES[codec], 1)
+        for name, told in sent.items()
     }
     public = vectors.pop("public")
-    steps = [(after - before) / VECTOR_BYTES for before, after in zip(sent["public"], sent["public"][1:], strict=False)]
+    steps = [
+        (after - before) / VECTOR_BYTES[codec]
+        for before, after in zip(sent["public"], sent["public"][1:], strict=False)
+    ]
     return {
         "clients": num_clients,
         "most": most,
@@ -117,6 +110,7 @@ def main() -> None:
     parser.add_argument("--most", type=numbers, default=[admission.MAX_REDUCING_CLIENTS], help="several (default: 64)")
     parser.add_argument("--steps", type=positive_int, default=16, help="of each swarm (default: 16)")
     parser.add_argument("--mbit-s", type=positive, default=100.0, help="of each line, in each direction (default: 100)")
+    parser.add_argument("--codec", choices=sorted(VECTOR_BYTES), default="int8", help="of the values (default: int8)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if options.steps <= LAST_STEPS:
@@ -127,7 +121,7 @@ def main() -> None:
     with progress_of(len(cases)) as steps:
         for clients, most in cases:
             steps.begin(f"{clients} clients, of which {most} may reduce")
-            rows.append(measure(clients, most, options.steps, options.mbit_s))
+            rows.append(measure(clients, most, options.steps, options.mbit_s, options.codec))
             print(rows[-1], flush=True)
             write_json(options.json, rows)
 

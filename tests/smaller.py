@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from manyhands.averaging.allreduce import partition
+from manyhands.averaging.matchmaking import admission
 from manyhands.averaging.round import times
 
 CONSTANTS = {
+    "reducing_clients": (admission, "MAX_REDUCING_CLIENTS"),
     "span_numel": (partition, "MIN_SPAN_NUMEL"),  # with 1, all members reduce
     "chunk_numel": (partition, "CHUNK_NUMEL"),
     "stream_s": (times, "TWO_DIALS_S"),  # of the wait for a partner's stream

@@ -176,11 +176,9 @@ async def meet_through(relay: WatchedEndpoint, client: WatchedEndpoint, listenin
     await relay.connect(bound)
 
 
-async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As one that was down, or not in reach, when it was dialled."""
-    monkeypatch.setattr(punched_streams, "PAUSES_S", (0.05,))
+@asynccontextmanager
+async def relayed_pair() -> AsyncIterator[tuple[WatchedEndpoint, WatchedEndpoint, WatchedEndpoint, Address]]:
+    """A client, its relay, the peer that it reaches so, and where that one listens, which the client does not know."""
     async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
         seems_symmetric(client)
         serve_echo(listening)
@@ -188,6 +186,15 @@ async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_repl
         await meet_through(relay, client, listening)
         assert await echoed(client, listening)
         assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+        yield client, relay, listening, bound
+
+
+async def test_a_relayed_connection_to_a_peer_that_can_be_dialled_by_now_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that was down, or not in reach, when it was dialled."""
+    monkeypatch.setattr(punched_streams, "PAUSES_S", (0.05,))
+    async with relayed_pair() as (client, relay, listening, bound):
         await client.listen([Address.of("127.0.0.1", 0)])
         client.set_client_mode(is_on=False)
         client.learn(listening.peer_id, [bound])
@@ -202,13 +209,7 @@ async def test_a_relayed_peer_that_announces_an_address_is_dialled_there_at_once
 ) -> None:
     """As one that has become an ordinary peer, or has moved: the attempts before were in vain."""
     monkeypatch.setattr(punched_streams, "PAUSES_S", (600.0,))
-    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
-        seems_symmetric(client)
-        serve_echo(listening)
-        bound = listening.addresses[0]
-        await meet_through(relay, client, listening)
-        assert await echoed(client, listening)
-        assert client.way_to(listening.peer_id) == relayed_by(relay.peer_id)
+    async with relayed_pair() as (client, _, listening, bound):
         listening.announce([bound])
         await until(lambda: client.way_to(listening.peer_id) == DIRECT, "the client has dialled")
 
@@ -217,12 +218,7 @@ async def test_a_second_announcement_of_a_relayed_peer_has_to_wait(monkeypatch: 
     """It may be the one that matters, as of a router that has mapped the port. But a peer could announce for ever."""
     monkeypatch.setattr(punched_streams, "PAUSES_S", (600.0,))
     monkeypatch.setattr(punched_streams, "EARLY_PERIOD_S", 1.0)
-    async with endpoints(3, kind="tls", clients=[0], are_acquainted=False) as (client, relay, listening):
-        seems_symmetric(client)
-        serve_echo(listening)
-        bound = listening.addresses[0]
-        await meet_through(relay, client, listening)
-        assert await echoed(client, listening)
+    async with relayed_pair() as (client, _, listening, bound):
         began = asyncio.get_running_loop().time()
         wrong = Address.of("127.0.0.1", free_port())
         listening.announce([wrong])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,26 @@ class Swarm:
 
         self.started.add(name)
         self.world.start(name, program)
+
+    def start_behind(
+        self, router: str, name: str, width: int, train: Train, *, mbit_s: float = math.inf, **options: Any
+    ) -> None:
+        """Start a peer with a linear layer behind a router, in client mode; one behind ``none`` can be dialled.
+
+        Args:
+            mbit_s: of its line, in each direction.
+        """
+        self.start(
+            name,
+            lambda: torch.nn.Linear(width, width),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train,
+            client_mode=router != "none",
+            **options,
+        )
+        self.world.host(name).router = router  # type: ignore[assignment]
+        if mbit_s < math.inf:
+            self.world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
 
     def start_coordinator(self, name: str = "coordinator") -> Address:
         """Start a peer that only welcomes the others, and relays for them; returns its address."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import statistics
 
 import pytest
 import torch
 
-from manyhands.averaging.matchmaking import admission
 from manyhands.averaging.round.times import ROUND_TRIPS
 from manyhands.averaging.timing import LOOK_S
 from manyhands.base.address import Address
@@ -30,6 +30,20 @@ LATENCY_S = 0.03
 WIDTH = 200
 STEPS = 8
 LAST_STEP = 28
+
+
+async def endpoint_behind(router: str, host: Host, world: World) -> Endpoint:
+    """An endpoint behind a router, in client mode; one behind ``none`` listens, and relays bulk streams too."""
+    host.router = router  # type: ignore[assignment]
+    is_client = router != "none"
+    endpoint = Endpoint(
+        world.transport(host), client_mode=is_client, config=RpcConfig(relay_mbit_s=None if is_client else 100.0),
+        rng=world.rng(f"endpoint of {host.name}"),
+    )  # fmt: skip
+    serve_echo(endpoint)
+    if not is_client:
+        await endpoint.listen([Address.of(host.ip, 0)])
+    return endpoint
 
 
 @pytest.mark.parametrize(
@@ -59,18 +73,9 @@ def test_two_peers_that_cannot_be_dialled_find_the_best_way_to_each_other(
 
     def program(router: str, *, begins_s: float) -> object:
         async def run(host: Host) -> None:
-            host.router = router  # type: ignore[assignment]
-            is_client = router != "none"
-            config = RpcConfig(relay_mbit_s=None if is_client else 100.0)
-            endpoint = Endpoint(
-                world.transport(host), client_mode=is_client, config=config, rng=world.rng(f"endpoint of {host.name}")
-            )
-            endpoints[host.name] = endpoint
-            serve_echo(endpoint)
-            if not is_client:
-                await endpoint.listen([Address.of(host.ip, 0)])
+            endpoint = endpoints[host.name] = await endpoint_behind(router, host, world)
             await asyncio.sleep(begins_s)
-            if is_client:
+            if endpoint.client_mode:
                 await endpoint.connect(endpoints["relay"].addresses[0])
             if host.name == "caller":
                 await asyncio.sleep(1.0)
@@ -109,15 +114,10 @@ def test_a_relayed_peer_that_announces_an_address_is_not_looked_for_at_the_relay
     known: list[str] = []
 
     async def run(host: Host) -> None:
-        is_client = host.name != "relay"
-        host.router = "symmetric" if is_client else "none"
-        endpoint = endpoints[host.name] = Endpoint(
-            world.transport(host), client_mode=is_client, config=RpcConfig(), rng=world.rng(f"endpoint of {host.name}")
+        endpoint = endpoints[host.name] = await endpoint_behind(
+            "none" if host.name == "relay" else "symmetric", host, world
         )
-        serve_echo(endpoint)
-        if not is_client:
-            await endpoint.listen([Address.of(host.ip, 0)])
-        else:
+        if endpoint.client_mode:
             await asyncio.sleep(0.1)
             await endpoint.connect(endpoints["relay"].addresses[0])
         if host.name == "caller":
@@ -146,15 +146,10 @@ def test_one_of_three_relays_is_enough_on_long_lines(num_silent: int) -> None:
     came_s: list[float] = []
 
     async def run(host: Host) -> None:
-        is_client = host.name in ("caller", "target")
-        host.router = "symmetric" if is_client else "none"
-        endpoint = endpoints[host.name] = Endpoint(
-            world.transport(host), client_mode=is_client, config=RpcConfig(), rng=world.rng(f"endpoint of {host.name}")
+        endpoint = endpoints[host.name] = await endpoint_behind(
+            "none" if host.name in relays else "symmetric", host, world
         )
-        serve_echo(endpoint)
-        if not is_client:
-            await endpoint.listen([Address.of(host.ip, 0)])
-        else:
+        if endpoint.client_mode:
             await asyncio.sleep(0.1)
             for relay in relays:
                 await endpoint.connect(endpoints[relay].addresses[0])
@@ -218,14 +213,14 @@ def sent_by(swarm: Swarm) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("router", "mbit_s", "is_shared"),
-    [("port-preserving", None, True), ("port-preserving", 4.0, True), ("symmetric", None, False)],
+    [("port-preserving", math.inf, True), ("port-preserving", 4.0, True), ("symmetric", math.inf, False)],
 )
 def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(
-    router: str, mbit_s: float | None, is_shared: bool
+    router: str, mbit_s: float, is_shared: bool
 ) -> None:
     """Also if at first, when the public peer reduces for all, its own line is what holds the others up."""
     swarm = Swarm(3)
-    is_slow = mbit_s is not None
+    is_slow = mbit_s < math.inf
     width = 2 * WIDTH if is_slow else WIDTH
     names = ["public", *(f"client {number}" for number in range(8 if is_slow else 3))]
     before: dict[str, int] = {}
@@ -246,19 +241,10 @@ def test_peers_behind_routers_that_keep_ports_share_the_work_of_the_public_one(
         member.optimizer.wait_for_others()
 
     for number, name in enumerate(names):
-        swarm.start(
-            name,
-            lambda: torch.nn.Linear(width, width),
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            train,
-            client_mode=name != "public",
-            begins_s=0.5 * number,
-            target_batch_size=8 * len(names),  # on slow lines some end a round a second later
-            averaging=PLAIN,
-        )
-        swarm.world.network.hosts[name].router = "none" if name == "public" else router  # type: ignore[assignment]
-        if mbit_s is not None:
-            swarm.world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+        swarm.start_behind(
+            router if number else "none", name, width, train, mbit_s=mbit_s, begins_s=0.5 * number,
+            target_batch_size=8 * len(names), averaging=PLAIN,
+        )  # fmt: skip
     with smaller(span_numel=256):
         swarm.run()
     assert all(len(group) == len(names) for group in groups.values()), "all contribute to the last step"
@@ -292,17 +278,10 @@ def test_a_newcomer_behind_a_router_has_met_the_other_clients_before_its_first_r
         member.optimizer.wait_for_others()
 
     for number, name in enumerate(names):
-        swarm.start(
-            name,
-            lambda: torch.nn.Linear(WIDTH, WIDTH),
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            train,
-            client_mode=name != "public",
-            begins_s=40.0 if name == "newcomer" else 0.5 * number,
-            target_batch_size=128,
-            averaging=PLAIN,
-        )
-        swarm.world.host(name).router = "none" if name == "public" else "port-preserving"
+        swarm.start_behind(
+            "port-preserving" if number else "none", name, WIDTH, train,
+            begins_s=40.0 if name == "newcomer" else 0.5 * number, target_batch_size=128, averaging=PLAIN,
+        )  # fmt: skip
     with smaller(span_numel=256):
         swarm.run()
     in_step = [after - before for before, after in itertools.pairwise(sent)]
@@ -311,9 +290,8 @@ def test_a_newcomer_behind_a_router_has_met_the_other_clients_before_its_first_r
     assert max(in_step[first - 2 :]) < 2.0 * statistics.median(in_step), "one of them also gives it the state"
 
 
-def test_of_many_clients_a_few_share_the_work_of_the_public_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_clients_a_few_share_the_work_of_the_public_peer() -> None:
     """Each client is connected to these few, and need not be to the others."""
-    monkeypatch.setattr(admission, "MAX_REDUCING_CLIENTS", 2)
     swarm = Swarm(5)
     clients = ["one", "two", "three", "four", "five"]
     sent: dict[str, int] = {}
@@ -336,18 +314,11 @@ def test_of_many_clients_a_few_share_the_work_of_the_public_peer(monkeypatch: py
         member.optimizer.wait_for_others()
 
     for number, name in enumerate(["public", *clients]):
-        swarm.start(
-            name,
-            lambda: torch.nn.Linear(WIDTH, WIDTH),
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            train,
-            client_mode=name != "public",
-            begins_s=0.5 * number,
-            target_batch_size=48,
+        swarm.start_behind(
+            "port-preserving" if number else "none", name, WIDTH, train, begins_s=0.5 * number, target_batch_size=48,
             averaging=PLAIN,
-        )
-        swarm.world.host(name).router = "none" if name == "public" else "port-preserving"
-    with smaller(span_numel=256):
+        )  # fmt: skip
+    with smaller(span_numel=256, reducing_clients=2):
         swarm.run()
     few = sorted(clients, key=lambda name: swarm.members[name].peer.presence.endpoint.peer_id)[:2]
     for name in few:

@@ -75,7 +75,6 @@ PAUSES_S = (1.0, 4.0, 600.0)
 """Seconds after each failed attempt until the next one, in turns. Of the pairs that can be connected, 97.6% are at the
 first (arXiv:2510.27500); the second and third are for targets that were busy."""
 
-
 SYMMETRIC = "symmetric"
 """Code of the refusal of a target whose router takes another port for each connection."""
 
