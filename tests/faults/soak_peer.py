@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -225,5 +226,6 @@ def run(pipe: Connection, initial_peers: Sequence[str], log_file: str) -> None:
     """What the process does."""
     logging.basicConfig(filename=log_file, level="INFO", format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in children of a script's background job
     with contextlib.suppress(KeyboardInterrupt):
         Soaked(pipe, initial_peers).train()
