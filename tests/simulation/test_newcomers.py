@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from manyhands.averaging.roster import lineage_of
+from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Presence
 from tests.simulation.newcomers import NEWCOMER, joined
@@ -35,6 +36,17 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     assert all(replica.position.lineage == lineage_of(replica.seal, replica.roster) for replica in replicas)
     assert all(peer_id in replica.roster.standings for replica in replicas)
     assert all(replica.roster.round == replica.position.step for replica in replicas)
+
+
+@pytest.mark.parametrize("local_steps", [LocalSteps(), LocalSteps(fragments=2)], ids=["whole", "fragments"])
+def test_so_does_one_with_local_steps_whose_outer_steps_it_makes_itself(local_steps: LocalSteps) -> None:
+    run = joined("int8", 3.0, local_steps=local_steps)
+    newcomer = run.swarm.members[NEWCOMER].optimizer
+    peer_id = run.swarm.world.identity(NEWCOMER).peer_id
+    assert run.joined_at.step >= 2 + 3
+    assert newcomer.statistics.states_loaded == 1
+    assert min(step for step, peers in run.contributors.items() if peer_id in peers) <= run.joined_at.step + 3
+    assert all(len(digests) == 1 for digests in run.digests.values())
 
 
 @pytest.mark.long

@@ -35,6 +35,7 @@ from manyhands.optim.config import MANY_STEPS
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
+from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
 from manyhands.optim.step.host_copy import HostCopy, Writes, copy_on_host, take_over
@@ -132,7 +133,6 @@ class LocalReplica(Replica):
     """
 
     norm_grows = True
-    can_replay = False  # a newcomer also needs the inner optimizer's statistics, which only a state has
 
     def __init__(
         self,
@@ -210,15 +210,10 @@ class LocalReplica(Replica):
         if inner is not None and (fault := fault_of(inner, self.inner, options)):
             raise ValueError(f"its inner optimizer cannot be used: {fault}")
         before = [agreed.detach().clone() for agreed in self._parameters]
-        has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self.own, before, strict=True)]
-        is_new = not self.inner.state and not any(has_steps)  # SGD without momentum has no statistics
+        has_steps = any(not torch.equal(own, was.to(own)) for own, was in zip(self.own, before, strict=True))
+        is_new = not self.inner.state and not has_steps  # SGD without momentum has no statistics
         super()._restore(outer)
-        with torch.no_grad():
-            for own, agreed, was, is_ahead in zip(self.own, self._parameters, before, has_steps, strict=True):
-                if is_ahead:
-                    own.add_((agreed - was).to(own))
-                else:
-                    own.copy_(agreed)
+        _move_along(self.own, self._parameters, before)
         if inner is not None:
             take_options(inner, self.inner)
         if inner is not None and is_new:
@@ -227,6 +222,14 @@ class LocalReplica(Replica):
             except ValueError as error:  # :func:`fault_of` cannot try some kinds of optimizers on a copy
                 logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
+        self._show()
+
+    def replay(self, step: MissedStep) -> None:
+        """Make a committed step that this peer missed. Its own parameters keep their difference from the agreed."""
+        fragment = self._fragments[self.part]
+        before = [agreed.detach().clone() for agreed in fragment.agreed]
+        super().replay(step)
+        _move_along(fragment.own, fragment.agreed, before)
         self._show()
 
     # for the training thread
@@ -348,6 +351,19 @@ class LocalReplica(Replica):
             if place is None:  # a checkpoint of plain torch may have had those of eval mode
                 _copy(self.own, self._parameters)
         self.options = options_of(self.inner.param_groups)
+
+
+@torch.no_grad()
+def _move_along(own: Sequence[torch.Tensor], agreed: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+    """Move a peer's own parameters as the agreed ones have moved from their values before.
+
+    Where they were equal they stay equal to the last bit.
+    """
+    for one, now, was in zip(own, agreed, before, strict=True):
+        if torch.equal(one, was.to(one)):
+            one.copy_(now)
+        else:
+            one.add_((now - was).to(one))
 
 
 class _Fragment(NamedTuple):
