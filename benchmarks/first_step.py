@@ -1,107 +1,182 @@
-"""Time from the imports to the first global step of ALBERT trainers that start together.
+"""What a volunteer waits for: seconds from Enter on `manyhands join` to the first samples that count.
 
-    python benchmarks/first_step.py --peers 4 [--json FILE]
+    python benchmarks/first_step.py [--peers 1,4] [--runs 3] [--json FILE]
 
-Each trainer is a process with one compute thread that joins through a coordinator. All begin at the same moment, after
-the imports. ``imports_s`` and ``kernels_s`` are durations; the others are seconds since the imports: ``join_s`` until
-the trainer is in the run with its text, tokenizer, model and batch size, ``first_batch_s`` until its first batch is
-counted, ``first_step_s`` until its first global step. Medians over the trainers; ``last_step_s`` is that of the slowest
-one.
+A trainer at the lowest priority, with one thread, keeps a run going; beside many others its steps are slow. So many
+processes then join it at one moment, as users do, with one thread each and a home folder of their own, which is empty
+at the first start; when they have been ended, they do so once more. JSON: a list of rows, medians over peers and runs:
+
+  peers, start           how many at once; ``first`` or ``second``
+  import_torch_s         `python -c "import torch"` alone, just before
+  joined_s               until the peer holds the state of the run, its text, tokenizer and batch size
+  first_contribution_s   until the end of its first batch that counts
+  beyond_torch_s         of ``first_contribution_s``, beyond ``import_torch_s``
+  slowest_s              ``first_contribution_s`` of the slowest peer, in the median run
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
-import logging
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-from manyhands import Peer
+from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+MANYHANDS = [sys.executable, "-m", "manyhands"]
+RUN = "first-step"
+TARGET = 256
 PATIENCE_S = 120.0
+EXIT_S = 20.0
+POLL_S = 0.02
+LOWEST = 19
 
 
-def be_a_trainer(address: str, target_batch_size: int, *, is_verbose: bool) -> None:
-    """Run one trainer: it reports when it is ready, begins on a signal, and prints its figures."""
-    started = time.perf_counter()
-    from manyhands.averaging.codecs import prepare_kernels
-    from manyhands.recipes.albert.config import AlbertRecipe
-    from manyhands.recipes.albert.settings import TrainingSettings
-    from manyhands.recipes.albert.training import AlbertTrainer
+@dataclass
+class Command:
+    """One process of the command line, with its home folder and its events."""
 
-    figures = {"imports_s": time.perf_counter() - started}
-    logging.basicConfig(level="INFO" if is_verbose else "ERROR")
-    print("ready", flush=True)
-    sys.stdin.readline()
-    began = time.perf_counter()
+    process: subprocess.Popen[bytes]
+    events_path: Path
+    began: float  # by the wall clock, as the events
 
-    def timed_prepare(num_values: int, codec: str) -> None:
-        before = time.perf_counter()
-        prepare_kernels(num_values, codec)
-        figures["kernels_s"] = time.perf_counter() - before
+    def events(self) -> list[dict[str, Any]]:
+        if not self.events_path.exists():
+            return []
+        return [json.loads(line) for line in self.events_path.read_text().splitlines()]
 
-    def note(event: object) -> None:
-        name = {"Joined": "join_s", "BatchDone": "first_batch_s", "StepDone": "first_step_s"}.get(type(event).__name__)
-        if name is not None:
-            figures.setdefault(name, time.perf_counter() - began)
+    def wait_for(self, kind: str, **least: int) -> dict[str, Any]:
+        """The first event of a kind whose counts are at least these."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for event in self.events():
+                if event["type"] == kind and all(event["counts"][name] >= least[name] for name in least):
+                    return event
+            if self.process.poll() is not None:
+                raise RuntimeError(f"a process ended: {(self.events_path.parent / 'log').read_text()[-500:]}")
+            time.sleep(POLL_S)
+        raise RuntimeError(f"no event {kind!r} within {PATIENCE_S:.0f} s")
 
-    settings = TrainingSettings(max_steps=1, threads=1, device="cpu", linger_s=1.0)
-    recipe = AlbertRecipe(target_batch_size=target_batch_size)
-    timed = mock.patch("manyhands.optim.optimizer.prepare_kernels", timed_prepare)
-    with Peer([address], listen=[LOOPBACK]) as peer, timed:
-        AlbertTrainer(peer, "first-step", recipe, settings, note, is_batch_size_chosen=False).run()
-    print(json.dumps(figures), flush=True)
-
-
-def measure(num_peers: int, target_batch_size: int, *, is_verbose: bool) -> dict[str, float]:
-    with Peer(listen=[LOOPBACK]) as coordinator:
-        command = [sys.executable, __file__, "--trainer", coordinator.addresses[0], "--target", str(target_batch_size)]
-        command += ["--verbose"] * is_verbose
-        trainers = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(num_peers)
-        ]
+    def end(self) -> None:
+        """As systemd does."""
+        self.process.send_signal(signal.SIGTERM)  # in a script's background job Ctrl-C is ignored
         try:
-            for trainer in trainers:
-                assert trainer.stdout is not None
-                trainer.stdout.readline()
-            for trainer in trainers:
-                assert trainer.stdin is not None
-                trainer.stdin.write("go\n")
-                trainer.stdin.flush()
-            outputs = [trainer.communicate(timeout=PATIENCE_S)[0] for trainer in trainers]
-        finally:
-            for trainer in trainers:
-                trainer.kill()
-                trainer.wait()
-    figures = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-    result = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
-    result["last_step_s"] = max(one["first_step_s"] for one in figures)
-    return {name: round(seconds, 3) for name, seconds in result.items()}
+            self.process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start(home: Path, *words: str, niceness: int = 0) -> Command:
+    """Start `manyhands ...` in a home folder."""
+    home.mkdir(exist_ok=True)
+    events_path = home / "events.jsonl"
+    events_path.unlink(missing_ok=True)
+    began = time.time()
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*MANYHANDS, *words, "--threads", "1", "--no-port-mapping", "--events", str(events_path)],
+            cwd=home, env=os.environ | {"HOME": str(home)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            preexec_fn=lambda: os.nice(niceness) and None,
+        )  # fmt: skip
+    return Command(process, events_path, began)
+
+
+@contextlib.contextmanager
+def ended(commands: list[Command]) -> Iterator[list[Command]]:
+    """No process outlives the block."""
+    try:
+        yield commands
+    finally:
+        for command in commands:
+            command.end()
+
+
+def joined(home: Path, address: str, num_peers: int) -> list[dict[str, float]]:
+    """Have the peers join at one moment; returns the seconds of each."""
+    with ended([]) as peers:
+        for number in range(num_peers):
+            peers.append(start(home / str(number), "join", address, "--listen", "127.0.0.1:0"))
+        return [seconds_of(peer) for peer in peers]
+
+
+def seconds_of(peer: Command) -> dict[str, float]:
+    """The seconds of a peer, once a step has used samples of it."""
+    step = peer.wait_for("step", samples_used=1)
+    dropped = step["counts"]["samples_dropped"]  # the first batches, if any: they came too late for a step
+    times = {
+        "joined_s": peer.wait_for("joined"),
+        "first_contribution_s": peer.wait_for("batch", samples_computed=dropped + 1),
+    }
+    return {name: event["time"] - peer.began for name, event in times.items()}
+
+
+def measure(num_peers: int, num_runs: int) -> list[dict[str, Any]]:
+    """The rows of the first and the second start."""
+    seconds: dict[str, list[list[dict[str, float]]]] = {"first": [], "second": []}
+    imports_s: list[float] = []
+    for _ in range(num_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            first = start(
+                Path(folder) / "trainer", "train", "--run-id", RUN, "--target-batch-size", str(TARGET), "--listen",
+                "127.0.0.1:0", niceness=LOWEST,
+            )  # fmt: skip
+            with ended([first]):
+                first.wait_for("step", samples_used=1)
+                began = time.monotonic()
+                subprocess.run([sys.executable, "-c", "import torch"], check=True)
+                imports_s.append(time.monotonic() - began)
+                for results in seconds.values():
+                    results.append(joined(Path(folder), address_of(first), num_peers))
+    return [row(num_peers, which, statistics.median(imports_s), results) for which, results in seconds.items()]
+
+
+def address_of(first: Command) -> str:
+    """Where others dial it: the last word of the line that says so."""
+    log = (first.events_path.parent / "log").read_text()
+    return next(word for line in log.splitlines() if "--initial-peers" in line for word in line.split()[-1:])
+
+
+def row(num_peers: int, which: str, import_s: float, runs: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """See the module's docstring."""
+    medians = {name: statistics.median(peer[name] for peers in runs for peer in peers) for name in runs[0][0]}
+    slowest = statistics.median(max(peer["first_contribution_s"] for peer in peers) for peers in runs)
+    figures = {
+        "import_torch_s": import_s, **medians, "beyond_torch_s": medians["first_contribution_s"] - import_s,
+        "slowest_s": slowest,
+    }  # fmt: skip
+    return {"peers": num_peers, "start": which} | {name: round(value, 1) for name, value in figures.items()}
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers above zero, separated by commas."""
+    return [positive_int(one) for one in text.split(",")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--target", type=int, default=256, help="samples of the global step, by all peers together")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--verbose", action="store_true", help="show the log lines of the trainers")
-    parser.add_argument("--trainer", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.trainer is not None:
-        be_a_trainer(arguments.trainer, arguments.target, is_verbose=arguments.verbose)
-        return
-    result = measure(arguments.peers, arguments.target, is_verbose=arguments.verbose)
-    print(json.dumps(result))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    parser = Parser(__doc__)
+    parser.add_argument("--peers", type=numbers, default=[1, 4], help="that join at once (default: 1,4)")
+    parser.add_argument("--runs", type=positive_int, default=3, help="of each number (default: 3)")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with progress_of(len(options.peers)) as steps:
+        for num_peers in options.peers:
+            steps.begin(f"{num_peers} peers that join at once, {options.runs} times")
+            rows += measure(num_peers, options.runs)
+            write_json(options.json, rows)
+    for one in rows:
+        print(one)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -18,9 +18,6 @@ LEAST_BATCH_S = 0.2
 MOST_BATCH_S = 1.0
 """Longest useful batch in seconds: with longer ones, other peers wait at the end of each global step."""
 
-NUM_TIMED = 2
-"""Number of timed runs of one size. The fastest one counts, since the machine may be busy for a moment."""
-
 NUM_NOTED = 8
 """Number of training batches whose median duration decides whether the size changes."""
 
@@ -32,7 +29,7 @@ class OutOfMemory(ConfigError):
 def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
     """The smallest power of two that takes ``LEAST_BATCH_S`` or more, but at most ``MOST_BATCH_S``; at least 1.
 
-    The trial takes about as long as four such batches.
+    The trial takes about as long as three such batches.
 
     Args:
         seconds_for: computes a batch of so many samples and returns the seconds, or raises :class:`OutOfMemory`.
@@ -45,7 +42,9 @@ def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
     size = 1
     while size <= limit:
         try:
-            batch_s = min(seconds_for(size) for _ in range(NUM_TIMED))
+            batch_s = seconds_for(size)
+            if batch_s >= LEAST_BATCH_S:  # once more, as the machine may have been busy for a moment
+                batch_s = min(batch_s, seconds_for(size))
         except OutOfMemory:
             break
         if batch_s > MOST_BATCH_S:
