@@ -8,7 +8,7 @@ at the first start; when they have been ended, they do so once more. JSON: a lis
 
   peers, start           how many at once; ``first`` or ``second``
   import_torch_s         `python -c "import torch"` alone, just before
-  joined_s               until the peer holds the state of the run, its text, tokenizer and batch size
+  joined_s               until the peer holds the state of the run, its text, tokenizer, batch size and held-out loss
   first_contribution_s   until the end of its first batch that counts
   beyond_torch_s         of ``first_contribution_s``, beyond ``import_torch_s``
   slowest_s              ``first_contribution_s`` of the slowest peer, in the median run
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -52,7 +51,8 @@ class Command:
     def events(self) -> list[dict[str, Any]]:
         if not self.events_path.exists():
             return []
-        return [json.loads(line) for line in self.events_path.read_text().splitlines()]
+        lines = self.events_path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def wait_for(self, kind: str, **least: int) -> dict[str, Any]:
         """The first event of a kind whose counts are at least these."""
@@ -67,8 +67,7 @@ class Command:
         raise RuntimeError(f"no event {kind!r} within {PATIENCE_S:.0f} s")
 
     def end(self) -> None:
-        """As systemd does."""
-        self.process.send_signal(signal.SIGTERM)  # in a script's background job Ctrl-C is ignored
+        """Wait until it has ended, and kill it if it does not."""
         try:
             self.process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -86,8 +85,8 @@ def start(home: Path, *words: str, niceness: int = 0) -> Command:
         process = subprocess.Popen(
             [*MANYHANDS, *words, "--threads", "1", "--no-port-mapping", "--events", str(events_path)],
             cwd=home, env=os.environ | {"HOME": str(home)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            preexec_fn=lambda: os.nice(niceness) and None,
         )  # fmt: skip
+    os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
     return Command(process, events_path, began)
 
 
@@ -97,6 +96,8 @@ def ended(commands: list[Command]) -> Iterator[list[Command]]:
     try:
         yield commands
     finally:
+        for command in commands:
+            command.process.terminate()  # as systemd does; in a script's background job Ctrl-C is ignored
         for command in commands:
             command.end()
 
@@ -143,7 +144,7 @@ def measure(num_peers: int, num_runs: int) -> list[dict[str, Any]]:
 def address_of(first: Command) -> str:
     """Where others dial it: the last word of the line that says so."""
     log = (first.events_path.parent / "log").read_text()
-    return next(word for line in log.splitlines() if "--initial-peers" in line for word in line.split()[-1:])
+    return next(line.split()[-1] for line in log.splitlines() if "--initial-peers" in line)
 
 
 def row(num_peers: int, which: str, import_s: float, runs: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
     python -m tests.faults.soak --minutes 30 --seed 1    # `make soak MINUTES=30 SEED=1`
 
-Events come every 0.5 to 2 s: a process is killed, stopped for a while, interrupted or started, or it gets a slow line
-or a wrong clock. They follow from the seed alone; what the peers make of them depends on the machine. At least three
-peers that joined or were disturbed longer than 15 s ago always run, so the state of the run is never lost. After the
-last event the peers get a minute to agree; then each is interrupted. Their logs are in ``build/soak``.
+Events come every 0.5 to 2 s, from the 15th second on: a process is killed, stopped for a while, interrupted or started,
+or it gets a slow line or a wrong clock. They follow from the seed alone; what the peers make of them depends on the
+machine. At any time at least three peers have run undisturbed for 15 s, so the state of the run is not lost. Peers that
+have joined less than 15 s ago are killed and interrupted, too. After the last event the peers get a minute to agree;
+then each is interrupted. Their logs are in ``build/soak``.
 
 It fails if a call of ``step()`` or a start takes more than a minute (without the time for which the process was
 stopped), if a process ends by itself or outlives Ctrl-C by ten seconds, if tasks, files, threads or memory of a peer
@@ -97,16 +98,16 @@ def events(seed: int, seconds: float) -> Iterator[Event]:
     rng = random.Random(seed)
     for place in range(FIRST_PEERS):
         yield Event(0.0, "join", place)
-    calm_at_s = dict.fromkeys(range(FIRST_PEERS), -SETTLE_S)
-    """By place of a peer that runs: when it joined, or when what disturbs it is over. The first ones begin the run."""
+    calm_at_s = dict.fromkeys(range(FIRST_PEERS), 0.0)
+    """By place of a peer that runs: when it joined, or when what disturbs it is over."""
     clock_right_at_s = 0.0
-    at_s = 2 * GAP_S[1]
+    at_s = SETTLE_S
     while (at_s := at_s + rng.uniform(*GAP_S)) < seconds:
         calm = {place for place, since_s in calm_at_s.items() if since_s <= at_s}
         settled = {place for place in calm if calm_at_s[place] <= at_s - SETTLE_S}
         may_disturb_settled = len(settled) > MIN_RUNNING
-        targets = calm if may_disturb_settled else calm - settled
-        kinds = ["join", *(("kill", "stop", "leave", "slow") if targets else ())]
+        ended = calm if may_disturb_settled else calm - settled
+        kinds = ["join", *(("kill", "leave") if ended else ()), *(("stop", "slow") if may_disturb_settled else ())]
         if may_disturb_settled and at_s > clock_right_at_s:  # with two wrong ones, a newcomer could not tell the time
             kinds.append("clock")
         kind = rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
@@ -117,7 +118,7 @@ def events(seed: int, seconds: float) -> Iterator[Event]:
             calm_at_s[place] = at_s
             yield Event(at_s, kind, place)
             continue
-        place = rng.choice(sorted(settled if kind == "clock" else targets))  # a newcomer with a wrong one is refused
+        place = rng.choice(sorted(ended if kind in ("kill", "leave") else settled))
         if kind in ("kill", "leave"):
             del calm_at_s[place]
             yield Event(at_s, kind, place)
@@ -149,7 +150,6 @@ class SoakedPeer:
     history: list[Facts] = field(default_factory=list)
     stops: list[tuple[float, float]] = field(default_factory=list)
     calm_at_s: float = math.inf
-    may_end: bool = False
 
     @property
     def pid(self) -> int:

@@ -224,8 +224,8 @@ class Soaked:
 
 def run(pipe: Connection, initial_peers: Sequence[str], log_file: str) -> None:
     """What the process does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in children of a script's background job
     logging.basicConfig(filename=log_file, level="INFO", format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in children of a script's background job
     with contextlib.suppress(KeyboardInterrupt):
         Soaked(pipe, initial_peers).train()

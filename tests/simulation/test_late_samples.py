@@ -185,9 +185,9 @@ def test_a_peer_that_froze_over_one_step_drops_no_samples(num_batches: int) -> N
     assert counts["p3"].samples_used >= 8 * BATCH_SIZE
 
 
-def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_others_keep_and_drops_nothing() -> None:
-    swarm = Swarm(seed=44)
-    marked = Marked(swarm)
+def lack_means_of_the_third_round(**options: Any) -> Marked:
+    """A run in which p3 lacks the means of its third round, with these options of the optimizers."""
+    marked = Marked(Swarm(seed=44))
     rounds: list[Vote] = []
 
     def lose_the_third(contribution: Contribution, vote: Vote) -> None:
@@ -199,13 +199,18 @@ def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_oth
         return replace(await average(*arguments, **options), may_be_lacking=True)
 
     for name in NAMES:
-        peer_id = swarm.world.identity(name).peer_id
+        peer_id = marked.swarm.world.identity(name).peer_id
         if name == "p3":
             change_first_vote(peer_id, lose_the_third)
         else:
             around_averages(peer_id, as_if_one_was_lost)
-    start(marked, 60.0)
-    swarm.run()
+    start(marked, 60.0, **options)
+    marked.swarm.run()
+    return marked
+
+
+def test_a_member_that_lacks_the_means_of_its_round_makes_the_step_from_what_others_keep_and_drops_nothing() -> None:
+    marked = lack_means_of_the_third_round()
     counts = marked.check()
     assert (counts["p3"].rounds_aborted, counts["p3"].states_loaded) == (0, 0)
     assert sum(one.samples_dropped for one in counts.values()) == 0

@@ -16,7 +16,7 @@ from manyhands.optim import local_steps
 from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps, nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, cut, together
 from tests.simulation.test_late_samples import BATCH_SIZE as MARKED_BATCH
-from tests.simulation.test_late_samples import Marked, chance, freeze_with_waiting
+from tests.simulation.test_late_samples import Marked, chance, freeze_with_waiting, lack_means_of_the_third_round
 from tests.simulation.test_late_samples import start as start_marked
 from tests.sweeps import few_of
 
@@ -444,6 +444,15 @@ def test_a_peer_that_misses_a_round_brings_its_inner_steps_to_the_next(num_batch
     assert counts["p3"].samples_carried >= num_batches * MARKED_BATCH
     assert counts["p3"].samples_used >= 8 * MARKED_BATCH
     assert_all_agree(swarm)
+
+
+def test_so_does_one_that_lacks_the_means_of_its_round_which_the_others_have_kept() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    marked = lack_means_of_the_third_round(local_steps=PLAIN)
+    counts = marked.check()
+    assert (counts["p3"].rounds_aborted, counts["p3"].states_loaded) == (0, 0)
+    assert sum(one.samples_dropped for one in counts.values()) == 0
+    assert_all_agree(marked.swarm)
 
 
 @pytest.mark.long

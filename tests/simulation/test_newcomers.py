@@ -39,7 +39,7 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
 
 
 @pytest.mark.parametrize("local_steps", [LocalSteps(), LocalSteps(fragments=2)], ids=["whole", "fragments"])
-def test_so_does_one_with_local_steps_whose_outer_steps_it_makes_itself(local_steps: LocalSteps) -> None:
+def test_with_local_steps_a_newcomer_makes_the_outer_steps_since_its_download_itself(local_steps: LocalSteps) -> None:
     run = joined("int8", 3.0, local_steps=local_steps)
     newcomer = run.swarm.members[NEWCOMER].optimizer
     peer_id = run.swarm.world.identity(NEWCOMER).peer_id

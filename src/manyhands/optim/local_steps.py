@@ -148,6 +148,7 @@ class LocalReplica(Replica):
         self.num_fragments = local_steps.fragments
         self.overlap_steps = local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
+        self.can_replay = not self._is_sparse  # of sparse changes nobody has the mean as it was sent
         of_model, model_parameters = parameters_of(inner), trained_of(inner)
         if self.num_fragments > len(model_parameters):
             above = f"fragments={self.num_fragments} is above the number of trained tensors"
@@ -224,13 +225,12 @@ class LocalReplica(Replica):
         self.options = options_of(self.inner.param_groups)
         self._show()
 
-    def replay(self, step: MissedStep) -> None:
-        """Make a committed step that this peer missed. Its own parameters keep their difference from the agreed."""
+    def _make_up_for(self, step: MissedStep) -> None:
+        """See :meth:`Replica.replay`. This peer's own parameters keep their difference from the agreed ones."""
         fragment = self._fragments[self.part]
         before = [agreed.detach().clone() for agreed in fragment.agreed]
-        super().replay(step)
+        super()._make_up_for(step)
         _move_along(fragment.own, fragment.agreed, before)
-        self._show()
 
     # for the training thread
 
@@ -355,9 +355,9 @@ class LocalReplica(Replica):
 
 @torch.no_grad()
 def _move_along(own: Sequence[torch.Tensor], agreed: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
-    """Move a peer's own parameters as the agreed ones have moved from their values before.
+    """Add the change of the agreed parameters since ``before`` to a peer's own ones.
 
-    Where they were equal they stay equal to the last bit.
+    Those that were equal to the agreed ones stay so, to the last bit.
     """
     for one, now, was in zip(own, agreed, before, strict=True):
         if torch.equal(one, was.to(one)):

@@ -21,6 +21,7 @@ from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
 from manyhands.optim.options import Options, made_scheduler
 from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.state.state import INNER
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import trained_of
@@ -571,19 +572,36 @@ def test_a_newcomer_may_have_a_model_of_less_precision_than_the_donor(offload: b
     assert len(newcomer.replica.inner.state) == 2
 
 
+BY = pytest.mark.parametrize("by_means", [False, True], ids=["by a state", "by its means"])
+"""How a peer makes a step that it has missed."""
+
+
+def make_up_for(trainer: Trainer, donor: Trainer, mean: float, *, by_means: bool) -> None:
+    """Have a peer make the step with this mean that the donor has made from the same position."""
+    before = trainer.replica.position
+    if by_means:
+        layout = trainer.replica.step_parameters[1]
+        mean_N = torch.full((layout.numel,), mean)
+        layout.views(mean_N).shares.fill_(1.0)
+        manifest = RoundManifest(bytes(32), before, 0, [OTHER], [4.0], [0], bytes(32))
+        trainer.replica.replay(MissedStep(manifest, mean_N))
+    else:
+        donor.replica.origin = Origin(before, [OTHER])
+        trainer.replica.restore(donor.replica.capture())
+    trainer.samples.load(before)
+
+
+@BY
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_a_peer_that_loads_the_state_of_a_missed_step_keeps_what_its_own_steps_have_changed(
-    make: MakeOptimizer,
+def test_a_peer_that_makes_up_for_a_missed_step_keeps_what_its_own_steps_have_changed(
+    make: MakeOptimizer, by_means: bool
 ) -> None:
     donor, trainer = Trainer(make), Trainer(make)
-    before = trainer.replica.position
     trainer.batch(1.0)
     own = trainer.own[0]
     donor.batch(1.0)
     donor.make(donor.begin(), mean=0.25)
-    donor.replica.origin = Origin(before, [OTHER])
-    trainer.replica.restore(donor.replica.capture())
-    trainer.samples.load(before)
+    make_up_for(trainer, donor, 0.25, by_means=by_means)
     assert trainer.agreed == [0.75, 0.75]
     assert trainer.own == pytest.approx([own - 0.25] * 2)
     counts = trainer.samples.statistics
@@ -592,24 +610,39 @@ def test_a_peer_that_loads_the_state_of_a_missed_step_keeps_what_its_own_steps_h
     assert (contribution.weight, contribution.mean_N[0].item()) == (4.0, pytest.approx(1 - own))
 
 
-def test_a_missed_step_costs_nothing_of_the_fragments_that_it_does_not_change() -> None:
+@BY
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_peer_without_steps_of_its_own_has_the_agreed_parameters_after_a_missed_step(
+    offload: bool, by_means: bool
+) -> None:
+    donor, trainer = Trainer(), Trainer(dtype=torch.bfloat16, offload=offload)
+    donor.batch(1.0)
+    donor.make(donor.begin(), mean=0.25)
+    make_up_for(trainer, donor, 0.25, by_means=by_means)
+    assert trainer.agreed == trainer.own == [0.75, 0.75]
+
+
+@BY
+def test_a_missed_step_costs_nothing_of_the_fragments_that_it_does_not_change(by_means: bool) -> None:
     """Also where no batch waits: what is behind the other fragments was counted before."""
     steps = LocalSteps(outer=plain, fragments=2)
     donor, trainer = Trainer(steps=steps), Trainer(steps=steps)
     trainer.batch(1.0)
     for one in (donor, trainer):
         one.make(one.begin(), mean=0.25)
-    before = trainer.replica.position
     donor.make(donor.begin(), mean=0.5)
-    donor.replica.origin = Origin(before, [OTHER])
-    trainer.replica.restore(donor.replica.capture())
-    trainer.samples.load(before)
+    make_up_for(trainer, donor, 0.5, by_means=by_means)
     assert trainer.samples.waiting == 0
     assert trainer.own == [0.75, 0.0], "0.5 of its own in the second fragment"
     step = trainer.begin()
     assert step.contribution.weight == 0.0
     trainer.make(step, mean=0.0)
     assert trainer.begin().contribution.weight == 4.0 / 2
+
+
+def test_nobody_asks_for_the_means_of_sparse_changes() -> None:
+    assert Trainer().replica.can_replay
+    assert not Trainer(steps=LocalSteps(outer=plain, sparse=Sparse(top=64))).replica.can_replay
 
 
 def test_the_state_of_another_branch_ends_what_its_own_steps_have_changed() -> None:

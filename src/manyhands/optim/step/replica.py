@@ -184,11 +184,14 @@ class Replica:
 
     def replay(self, step: MissedStep) -> None:
         """Make a committed step that this peer missed, with the same vector as its group."""
+        self._make_up_for(step)
+        self.copy_to_model()
+
+    def _make_up_for(self, step: MissedStep) -> None:
         manifest = step.manifest
         position, roster, seal = next_place(self.position, self.roster, manifest)
         samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
         self.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
-        self.copy_to_model()
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if self.scheduler is None:
