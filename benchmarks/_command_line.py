@@ -43,6 +43,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def positive_ints(text: str) -> list[int]:
+    """Whole numbers above zero, separated by commas."""
+    return [positive_int(one) for one in text.split(",")]
+
+
 def json_path(text: str) -> Path:
     """The path of a file whose folder exists."""
     path = Path(text)

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the simulated worlds of the tests
 
 import torch
-from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, positive_ints, progress_of, run, write_json
 
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.matchmaking import admission
@@ -99,15 +99,12 @@ def measure(num_clients: int, most: int, num_steps: int, mbit_s: float, codec: s
     }
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers above zero, separated by commas."""
-    return [positive_int(one) for one in text.split(",")]
-
-
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--clients", type=numbers, default=[16, 80], help="several (default: 16,80)")
-    parser.add_argument("--most", type=numbers, default=[admission.MAX_REDUCING_CLIENTS], help="several (default: 64)")
+    parser.add_argument("--clients", type=positive_ints, default=[16, 80], help="several (default: 16,80)")
+    parser.add_argument(
+        "--most", type=positive_ints, default=[admission.MAX_REDUCING_CLIENTS], help="several (default: 64)"
+    )
     parser.add_argument("--steps", type=positive_int, default=16, help="of each swarm (default: 16)")
     parser.add_argument("--mbit-s", type=positive, default=100.0, help="of each line, in each direction (default: 100)")
     parser.add_argument("--codec", choices=sorted(VECTOR_BYTES), default="int8", help="of the values (default: int8)")

@@ -91,7 +91,7 @@ from _collaboration_figures import (
     steady_figures,
 )
 from _collaboration_task import Role, Task, events_path, kept_path, loss_of, new_model
-from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive_int, positive_ints, progress_of, run, write_json
 from _command_line import Steps as Shown
 from _star import Line, address_of, star, why_not
 from rich.box import SIMPLE
@@ -613,7 +613,7 @@ def names_of(known: Sequence[str], kind: str) -> Callable[[str], list[str]]:
 
 def targets_of(text: str) -> list[int]:
     """Targets, separated by commas."""
-    targets = [positive_int(part) for part in text.split(",")]
+    targets = positive_ints(text)
     if min(targets) < BATCH:
         raise argparse.ArgumentTypeError(f"{text!r}: a target is at least one batch, {BATCH} samples")
     return targets

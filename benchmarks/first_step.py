@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive_int, positive_ints, progress_of, run, write_json
 
 MANYHANDS = [sys.executable, "-m", "manyhands"]
 RUN = "first-step"
@@ -158,14 +158,9 @@ def row(num_peers: int, which: str, import_s: float, runs: list[list[dict[str, f
     return {"peers": num_peers, "start": which} | {name: round(value, 1) for name, value in figures.items()}
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers above zero, separated by commas."""
-    return [positive_int(one) for one in text.split(",")]
-
-
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--peers", type=numbers, default=[1, 4], help="that join at once (default: 1,4)")
+    parser.add_argument("--peers", type=positive_ints, default=[1, 4], help="that join at once (default: 1,4)")
     parser.add_argument("--runs", type=positive_int, default=3, help="of each number (default: 3)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
