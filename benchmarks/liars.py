@@ -17,7 +17,10 @@ noise              random values, nine times as long as the gradient
 label flip         the gradient of wrong labels
 delayed            its gradient of 20 steps ago
 copier             the gradient of another peer
-false accuser      its gradient, but as a reducer it leaves another peer out of its span, as if that had sent nothing
+false accuser      its gradient, but as a reducer it leaves another peer out of its span, as if that had sent nothing,
+                   for two steps, then the next one
+false complaint    its gradient, but all liars complain of one honest peer in their votes, for two steps, then of the
+                   next one: where they are several, any leader leaves that one out
 a little           all liars send the others' mean minus 1.5 of their standard deviations, value by value (Baruch et
                    al., A Little Is Enough, arXiv:1902.06156)
 min-max            all liars send the others' mean minus so many of their standard deviations that it is as far from
@@ -29,11 +32,12 @@ reducer 90%        the same, but only the smallest 90% of the values are reverse
 A *defence* is an ``AveragingConfig(aggregate=...)``, for ``centered_clip`` with chunks of 1,000 values; "before" is the
 mean with weights of up to 100 times the median for everybody (docs/adr/0018), and "unchecked" is "clip" without the
 checks of reducers (docs/adr/0051). Both are shown only where they differ. Printed for each row: the loss on held-out
-samples at the end, that of the same run if nobody lies (clean), that if the liars are not there (absent), and how many
-liars and how many others are no members of the roster at the end; with several seeds, the medians, and the lowest and
-highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence, heldout_loss, clean_loss, absent_loss,
-lowest_loss, highest_loss, lost_standing, honest_lost_standing}`. At last the table of the docs, and what a reducer pays
-for centered clipping: the time of one core for a million values, in chunks of the default size.
+samples at the end, that of the same run if nobody lies (clean), that if the liars are not there (absent), how many
+liars and how many others are no members of the roster at the end, and how many others do not vote; with several
+seeds, the medians, and the lowest and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence,
+heldout_loss, clean_loss, absent_loss, lowest_loss, highest_loss, lost_standing, honest_lost_standing,
+honest_lost_votes}`. At last the table of the docs, and what a reducer pays for centered clipping: the time of one
+core for a million values, in chunks of the default size.
 """
 
 from __future__ import annotations
@@ -151,6 +155,7 @@ class Attack:
         is_delayed: it sends its gradient of ``DELAY`` steps ago.
         copies: it sends the gradient of an honest peer.
         accuses: as a reducer it leaves an honest peer out, and says that this one has sent it nothing.
+        complains: it complains of an honest peer in its vote.
         agreed: what all liars send, by what the honest peers send, one in each row.
         reduce: what it makes of the mean of its span.
     """
@@ -164,6 +169,7 @@ class Attack:
     is_delayed: bool = False
     copies: bool = False
     accuses: bool = False
+    complains: bool = False
     agreed: Callable[[torch.Tensor], torch.Tensor] | None = None
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -182,6 +188,7 @@ ATTACKS = {
     "delayed": Attack(is_delayed=True),
     "copier": Attack(copies=True),
     "false accuser": Attack(accuses=True),
+    "false complaint": Attack(complains=True),
     "a little": Attack(agreed=a_little_off),
     "min-max": Attack(agreed=min_max),
     "reducer x-1": Attack(reduce=times(-1.0)),
@@ -228,11 +235,13 @@ class Trained(NamedTuple):
     Attributes:
         loss: on held-out samples.
         liars_lost, others_lost: how many liars and others are no members of the roster at the end.
+        votes_lost: how many others do not vote.
     """
 
     loss: float
     liars_lost: int
     others_lost: int
+    votes_lost: int
 
 
 def trained(
@@ -282,8 +291,9 @@ def trained(
         for peer_id, brought in sent.items():
             before[peer_id].append(brought)
         sent |= {one: before[one][0] for one, lie in lies.items() if lie.is_delayed}
-        victim = next(one for one, lie in lies.items() if lie == HONEST)
-        sent |= {one: sent[victim] for one, lie in lies.items() if lie.copies}
+        honest = [one for one, lie in lies.items() if lie == HONEST]
+        victim = honest[step // 2 % len(honest)]
+        sent |= {one: sent[honest[0]] for one, lie in lies.items() if lie.copies}
         if attack.agreed is not None:
             agreed = attack.agreed(torch.stack([vector for one, (vector, _) in sent.items() if lies[one] == HONEST]))
             sent |= {one: (agreed, float(agreed.norm())) for one, lie in lies.items() if lie.agreed is not None}
@@ -302,6 +312,8 @@ def trained(
         weights = [member.weight for member in group.members]
         found = limits.outsized(norms, weights, defence.bounds, limits.trusted(group, known))
         vectors = [vector for vector, _ in sent.values()]
+        if sum(lie.complains for lie in lies.values()) > 1:
+            found = found | {[*sent].index(victim)}
         while True:  # the members exchange their values again without those that they complain of
             here = [rank for rank in range(len(members)) if rank not in found]
             left = Group(b"", leader, group.position, [group.members[rank] for rank in here])
@@ -323,7 +335,7 @@ def trained(
                     mean[span] = without[span]
             accused[victim] = accusers
         counted = {group.members[rank].peer_id: weights[rank] for rank in here}
-        roster = roster.after(Attendance(leader, dict.fromkeys(sent, True), out, accused, weights=counted))
+        roster = roster.after(Attendance(leader, dict.fromkeys(sent, True), (), out, accused, weights=counted))
         for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
@@ -331,7 +343,7 @@ def trained(
         loss = float(torch.nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
     liars = {*ids[num_peers - num_liars :]}
     lost = set(ids) - roster.members
-    return Trained(loss, len(lost & liars), len(lost - liars))
+    return Trained(loss, len(lost & liars), len(lost - liars), len(set(ids) - roster.voters - liars))
 
 
 def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -375,11 +387,13 @@ def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int
                         "highest_loss": runs[-1].loss,
                         "lost_standing": statistics.median(one.liars_lost for one in runs),
                         "honest_lost_standing": statistics.median(one.others_lost for one in runs),
+                        "honest_lost_votes": statistics.median(one.votes_lost for one in runs),
                     }
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
                     text = "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
                     text += "(clean {clean_loss:.3f}, absent {absent_loss:.3f}), "
-                    text += "{lost_standing:g} liars and {honest_lost_standing:g} others are no members"
+                    text += "{lost_standing:g} liars and {honest_lost_standing:g} others are no members, "
+                    text += "{honest_lost_votes:g} others have no vote"
                     if num_seeds > 1:
                         text += ", from {lowest_loss:.3f} to {highest_loss:.3f}"
                     print(text.format(**found[-1]), flush=True)

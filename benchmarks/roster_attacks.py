@@ -62,7 +62,7 @@ def play(
             else:
                 lost_s += patience_s(STALL_S, roster.num_troubled) + EXCHANGE_SHARE * step_s
                 accused[harmful] = honest[:2]
-        roster = roster.after(Attendance(leader, group, (), accused, late))
+        roster = roster.after(Attendance(leader, group, accused=accused, late=late))
     return {
         "harm": harm,
         "honest": num_honest,

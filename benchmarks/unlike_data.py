@@ -131,7 +131,7 @@ def run(case: Case, num_steps: int, seed: int, aggregate: str = CLIP) -> str:
         leader = next(one for one in roster.leaders(ids) if one in {ids[peer] for peer in here})
         out = {ids[here[rank]] for rank in found}
         accused = {one: {leader} for one in out - {leader}}
-        roster = roster.after(Attendance(leader, dict.fromkeys((ids[peer] for peer in here), True), out, accused))
+        roster = roster.after(Attendance(leader, dict.fromkeys((ids[peer] for peer in here), True), (), out, accused))
         mean = torch.stack([scales[rank] * one for rank, one in enumerate(gradients) if rank not in found]).mean(dim=0)
         for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)

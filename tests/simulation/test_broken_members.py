@@ -465,7 +465,7 @@ async def only_publishes(stranger: Stranger) -> None:
     ("attack", "num_strangers", "least_share"),
     few_of(
         [(calls_as_a_member, 1, 0.8), (joins, 1, 0.9), (joins, 6, 0.85), (joins_and_answers, 1, 0.8),
-         (joins_and_answers, 6, 0.3), (says_that_it_is_a_step_ahead, 1, 0.8), (says_that_it_is_ahead, 1, 0.8),
+         (joins_and_answers, 6, 0.7), (says_that_it_is_a_step_ahead, 1, 0.8), (says_that_it_is_ahead, 1, 0.8),
          (only_publishes, 1, 0.8), (only_publishes, 20, 0.8), (calls, 1, 0.8)],
         2,
     ),
@@ -475,7 +475,7 @@ async def only_publishes(stranger: Stranger) -> None:
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, least_share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``least_share`` of the steps must be left; docs/dev/known-gaps.md has the low one."""
+    """``least_share`` of the steps must be left."""
     before, during, swarm = steps_under(attack, num_strangers)
     print(f"{during / before:.2f} of the steps are left")
     assert least_share * before <= during <= 1.2 * before

@@ -3,8 +3,8 @@
 ===================  =====================================  ======================================================
                      members                                guests
 ===================  =====================================  ======================================================
-who they are         of the run's roster; all, if none of   all others that have a record at this position and
-                     them is here, or there is no roster    are connected to this peer, except barred peers
+who they are         of the run's roster; all, if no voter  all others that have a record at this position and
+                     is here, or there is no roster         are connected to this peer, except barred peers
 lead                 first                                  after all members
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
@@ -65,8 +65,8 @@ class Attendees:
 
     @cached_property
     def is_open(self) -> bool:
-        """Whether no member of the roster is here, so that all count as members, and anybody can call this peer."""
-        known = self.roster.members if self.roster is not None else frozenset()
+        """Whether no voter of the roster is here, so that all count as members, and anybody can call this peer."""
+        known = self.roster.voters if self.roster is not None else frozenset()
         return self.own_id not in known and known.isdisjoint(self.expected)
 
     @cached_property

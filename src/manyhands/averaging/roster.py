@@ -8,9 +8,8 @@ in a committed round a peer                         its standing after it
 ==================================================  =================================================================
 gave values, and was in the last exchange           *complete*: ``complete`` rises by one, ``missed`` is 0, and
                                                     ``contributed`` rises by the weight that it counted for
-is accused by two members; or by one, and by        *at fault*: it is a guest, ``complete`` is 0, ``faults`` rises by
-another one in an earlier round                     one, ``contributed`` is 0; at most a third of the members are
-                                                    demoted in one round
+is accused by two members; or by one, and by        *at fault*: ``complete`` and ``contributed`` are 0, ``faults``
+another one in an earlier round                     rises by one; a member is *demoted*: it is a guest that votes
 is accused by one member                            it is *doubted*, and else stays as it was; if it is a member, its
                                                     accuser stays as it was, too
 accuses several members that no other one accuses   it is at fault, and those that it accuses are not doubted
@@ -37,14 +36,19 @@ in the manifest              written by
 Only accusations by members of the roster count, and no accusation by a guest costs a member anything: identities are
 free. As long as there are no members, all peers count as such.
 
+The *voters* are the members and those that were demoted. They decide what a round commits and which branch is the
+run, so nobody takes the votes of others by accusing them (docs/adr/0066). More than half of the voters are members:
+beyond that, the one that was demoted first is a member again.
+
 A guest with ``QUALIFYING`` complete rounds becomes a member in a calm round; in one round at most a quarter as many as
-there are members, but at least one. If not more than half of the members took part, all standings stay, but for turns
-that are over, as the round may be that of a split. After ``MAX_FROZEN`` such rounds in a row the complete peers are the
-members of a roster that is founded anew.
+there are members, but at least one. If not more than half of the voters were in the group, all standings stay, but for
+turns that are over, as the round may be that of a split. After ``MAX_FROZEN`` such rounds in a row all that gave a
+weight are the members of a roster that is founded anew, as after the first round.
 
 A member may count for more than the others once it has contributed much: see :meth:`Roster.earned`.
 
-Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS`` complete rounds take one fault away.
+Each fault after the first one bars a guest without a vote from the next rounds; ``GOOD_ROUNDS`` complete rounds take
+one fault away.
 
 A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
 not in the group, or a peer that should have led did not. Each recent troubled round halves the patience of all, and
@@ -84,13 +88,14 @@ ROUNDS_PER_WEIGHT = 10
 """A member's weight may be what it has contributed so far divided by this number, whatever the others give.
 So it can grow by a tenth in each round."""
 MAX_FAULTS = 2
-"""The most faults that are counted. A peer with this number is barred for some rounds after its last fault."""
+"""The most faults that are counted. A guest with this number is barred for some rounds after its last fault, unless it
+votes."""
 BARRED_ROUNDS = 3
 """The number of rounds in which a peer gets no place after a fault that is not its first one."""
 MAX_MISSED = 8
 """Rounds in a row that a peer may miss before it leaves the roster."""
 MAX_FROZEN = 16
-"""Rounds in a row without a majority of the members, after which the roster is founded anew."""
+"""Rounds in a row without a majority of the voters, after which the roster is founded anew."""
 MEMORY = 16
 """The number of rounds that count as recent."""
 MEMBERS_FOR_TROUBLE = 16
@@ -117,13 +122,14 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
             ``QUALIFYING`` at ``GOOD_ROUNDS``.
         missed: committed rounds in a row without the peer.
         led: the number of the last round that it led or should have led, or in which it became a member.
-        is_member: whether it leads, is waited for, is believed, and counts where the peers of the run disagree.
+        is_member: whether it leads, is waited for, votes, and its accusations count.
         can_lead: whether it could be dialled in the last round with it.
         doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
         cleared: the number of complete rounds since that accusation; 0 while it is not doubted.
         faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
         fault_round: the number of the round in which it was last at fault.
         contributed: the weight that it has counted for, in all complete rounds since then.
+        is_demoted: whether it was a member until it was at fault, so that it still votes.
     """
 
     complete: Count = 0
@@ -136,6 +142,12 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     faults: Count = 0
     fault_round: Count = 0
     contributed: Weight = 0.0
+    is_demoted: bool = False
+
+    @property
+    def is_voter(self) -> bool:
+        """Whether it counts where the peers of the run disagree."""
+        return self.is_member or self.is_demoted
 
     def completed(self, weight: float) -> Standing:
         """The standing after a round in which the peer did its part, and counted for this weight."""
@@ -164,12 +176,18 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         """The standing after a round with this number, in which the peer was at fault."""
         faults = min(self.faults + 1, MAX_FAULTS)
         return msgspec.structs.replace(
-            self, complete=0, is_member=False, faults=faults, fault_round=number, contributed=0.0
-        )
+            self, complete=0, is_member=False, faults=faults, fault_round=number, contributed=0.0,
+            is_demoted=self.is_voter,
+        )  # fmt: skip
+
+    def as_member(self) -> Standing:
+        """The standing of the peer as a member."""
+        return msgspec.structs.replace(self, is_member=True, is_demoted=False)
 
     def barred_rounds(self, number: int) -> int:
         """For how many rounds the peer gets no place, after the round with this number."""
-        return max(0, self.fault_round + BARRED_ROUNDS - number) if self.faults == MAX_FAULTS else 0
+        is_barred = self.faults == MAX_FAULTS and not self.is_voter
+        return max(0, self.fault_round + BARRED_ROUNDS - number) if is_barred else 0
 
 
 class Attendance(msgspec.Struct, frozen=True):
@@ -177,7 +195,8 @@ class Attendance(msgspec.Struct, frozen=True):
 
     Attributes:
         group: the members of the group, each with whether it can lead.
-        unproven: members that gave a weight of 0, or were not in the last exchange.
+        idle: members that gave a weight of 0.
+        left_out: members that were not in the last exchange.
         accused: for each accused peer, its accusers; only peers that gave a weight are accused.
         late: the kind of peers that were waited for in vain when the group formed (:class:`Late`).
         weights: what the members counted for; 0 where it is not said, as in a step alone, which nobody else has seen.
@@ -185,7 +204,8 @@ class Attendance(msgspec.Struct, frozen=True):
 
     leader: PeerId
     group: Mapping[PeerId, bool]
-    unproven: Collection[PeerId] = ()
+    idle: Collection[PeerId] = ()
+    left_out: Collection[PeerId] = ()
     accused: Mapping[PeerId, Collection[PeerId]] = {}
     late: int = Late.NOBODY
     weights: Mapping[PeerId, float] = {}
@@ -200,19 +220,21 @@ class Attendance(msgspec.Struct, frozen=True):
         for part in manifest.parts:
             for rank in part.absent:
                 absent_from[rank].add(members[part.reducer])
-        unproven: set[PeerId] = set()
+        idle, left_out = set[PeerId](), set[PeerId]()
         accused: dict[PeerId, Collection[PeerId]] = {}
         for rank, (peer_id, mark) in enumerate(zip(members, manifest.marks, strict=True)):
-            if mark & (Mark.IDLE | Mark.LEFT_OUT):
-                unproven.add(peer_id)
-            if not mark & Mark.IDLE:
+            if mark & Mark.LEFT_OUT:
+                left_out.add(peer_id)
+            if mark & Mark.IDLE:
+                idle.add(peer_id)
+            else:
                 # if no reducer has any of its values, the leader alone says that it is in the group
                 is_silent = len(reducers) > 1 and absent_from[rank] == reducers
                 accusers = {leader} if mark & Mark.LEFT_OUT or is_silent else absent_from[rank]
                 if others := accusers - {peer_id}:
                     accused[peer_id] = frozenset(others)
         group = {peer_id: not mark & Mark.CLIENT for peer_id, mark in zip(members, manifest.marks, strict=True)}
-        return Attendance(leader, group, frozenset(unproven), accused, manifest.late, manifest.contributors())
+        return Attendance(leader, group, idle, left_out, accused, manifest.late, manifest.contributors())
 
     @staticmethod
     def alone(peer_id: PeerId, *, can_lead: bool) -> Attendance:
@@ -224,13 +246,12 @@ class Judged(msgspec.Struct, frozen=True):
     """The peers that did their part in a round, those at fault, and who doubts whom.
 
     Attributes:
-        complete: peers that are present, are not doubted, and do not alone accuse a member.
-        present: peers that are not at fault, gave values, and were in the last exchange.
+        complete: peers that gave values, were in the last exchange, are neither at fault nor doubted, and do not alone
+            accuse a member.
         doubted: for each doubted peer, the member that accuses it.
     """
 
     complete: frozenset[PeerId]
-    present: frozenset[PeerId]
     at_fault: frozenset[PeerId]
     doubted: Mapping[PeerId, PeerId]
 
@@ -241,8 +262,8 @@ class Roster(msgspec.Struct, frozen=True):
     Attributes:
         round: number of the last committed round.
         trouble: in each of the last rounds, the newest first.
-        frozen: rounds in a row that changed no standing, as not more than half of the members took part.
-        former: members that have left, the last ones at the end.
+        frozen: rounds in a row that changed no standing, as not more than half of the voters were in the group.
+        former: voters that have left, the last ones at the end.
     """
 
     standings: Annotated[dict[PeerIdText, Standing], msgspec.Meta(max_length=MAX_STANDINGS)] = {}
@@ -255,8 +276,13 @@ class Roster(msgspec.Struct, frozen=True):
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """The peers that lead, are waited for, and are believed."""
+        """The peers that lead, are waited for, and whose accusations count."""
         return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_member)
+
+    @property
+    def voters(self) -> frozenset[PeerId]:
+        """The peers that count where the peers of the run disagree: the members, and those that were demoted."""
+        return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_voter)
 
     def leaders(self, strangers: Iterable[PeerId] = ()) -> list[PeerId]:
         """The peers that may lead the next round, in order: the first one leads, or the next that can be reached.
@@ -300,6 +326,10 @@ class Roster(msgspec.Struct, frozen=True):
         has_failed = bool(standing.faults or standing.doubted_by)
         return not standing.is_member and bool(self.members) and (has_failed or self.num_troubled > 0)
 
+    def was_often_at_fault(self, peer_id: PeerId) -> bool:
+        """Whether a peer has as many faults as are counted."""
+        return self.standings.get(peer_id, Standing()).faults == MAX_FAULTS
+
     @property
     def num_troubled(self) -> int:
         """How many of the recent rounds were troubled."""
@@ -313,19 +343,17 @@ class Roster(msgspec.Struct, frozen=True):
 
     def after(self, attendance: Attendance) -> Roster:
         """The roster after a committed round."""
-        number, members = self.round + 1, self.members
+        number, voters = self.round + 1, self.voters
         skipped = self._skipped(attendance.leader)
         result = self.judged(attendance)
-        if not members:
-            return self._founded(result.complete, attendance, number)
-        if 2 * len(result.present & members) <= len(members):
+        if not voters:
+            return self._founded(attendance, number)
+        if 2 * len(voters & attendance.group.keys()) <= len(voters):
             if self.frozen + 1 >= MAX_FROZEN:
-                return self._founded(result.complete, attendance, number)
+                return self._founded(attendance, number)
             return self._with_turns(attendance, skipped, number)
-        faulty_members = sorted(result.at_fault & members, key=lambda peer_id: (peer_id not in skipped, peer_id))
-        demoted = faulty_members[: len(members) // 3]  # one round does not change who most members are
-        at_fault = (result.at_fault - members) | set(demoted)
-        known = set(self.standings) | ((result.complete | at_fault | result.doubted.keys()) & attendance.group.keys())
+        here = attendance.group.keys() & (result.complete | result.at_fault | result.doubted.keys())
+        known = self.standings.keys() | here
         standings: dict[PeerId, Standing] = {}
         left: list[PeerId] = []
         for peer_id in sorted(known):
@@ -337,7 +365,7 @@ class Roster(msgspec.Struct, frozen=True):
                 led=number if peer_id == attendance.leader or peer_id in skipped else standing.led,
                 can_lead=attendance.group.get(peer_id, standing.can_lead),
             )
-            if peer_id in at_fault:
+            if peer_id in result.at_fault:
                 changed = changed.at_fault(number)
             elif peer_id in result.complete:
                 changed = changed.completed(attendance.weights.get(peer_id, 0.0))
@@ -345,20 +373,20 @@ class Roster(msgspec.Struct, frozen=True):
                 changed = msgspec.structs.replace(changed, doubted_by=result.doubted[peer_id], cleared=0)
             if changed.missed <= MAX_MISSED or changed.barred_rounds(number):
                 standings[peer_id] = changed
-            elif standing.is_member:
+            elif standing.is_voter:
                 left.append(peer_id)
         former = tuple(peer_id for peer_id in self.former if peer_id not in standings) + tuple(left)
         after = Roster(
-            _limited(standings),
+            _limited(_with_most_as_members(standings)),
             number,
-            (Trouble.MEMBER if demoted else self._trouble(attendance), *self.trouble)[:MEMORY],
+            (Trouble.MEMBER if result.at_fault & self.members else self._trouble(attendance), *self.trouble)[:MEMORY],
             0,
             former[-MAX_FORMER:],
         )
         return after._with_new_members(result.complete)
 
     def _with_turns(self, attendance: Attendance, skipped: set[PeerId], number: int) -> Roster:
-        """The roster after a round without most members: only turns that are over, and trouble, are noted."""
+        """The roster after a round without most voters: only turns that are over, and trouble, are noted."""
         over = skipped | {attendance.leader}
         standings = {
             peer_id: msgspec.structs.replace(standing, led=number) if peer_id in over else standing
@@ -403,8 +431,8 @@ class Roster(msgspec.Struct, frozen=True):
                 else:
                     doubted[accused] = accuser
                     unclear |= {accused, accuser} if accused in members else {accused}
-        present = attendance.group.keys() - at_fault - set(attendance.unproven)
-        return Judged(frozenset(present - unclear), frozenset(present), frozenset(at_fault), doubted)
+        complete = attendance.group.keys() - at_fault - unclear - {*attendance.idle, *attendance.left_out}
+        return Judged(frozenset(complete), frozenset(at_fault), doubted)
 
     def _skipped(self, leader: PeerId) -> set[PeerId]:
         """The peers that should have led before this leader."""
@@ -423,17 +451,16 @@ class Roster(msgspec.Struct, frozen=True):
         promoted = qualified[: max(1, len(self.members) // 4)]
         standings = dict(self.standings)
         for peer_id in promoted:
-            standings[peer_id] = msgspec.structs.replace(standings[peer_id], is_member=True, led=self.round)
+            standings[peer_id] = msgspec.structs.replace(standings[peer_id].as_member(), led=self.round)
         return msgspec.structs.replace(self, standings=standings)
 
-    def _founded(self, founders: Collection[PeerId], attendance: Attendance, number: int) -> Roster:
-        """A new roster: the peers that were complete in a round are its members. Their faults are not forgotten."""
-        standings = {
-            peer_id: msgspec.structs.replace(standing, is_member=False)
-            for peer_id, standing in self.standings.items()
-            if standing.barred_rounds(number)
-        }
-        for peer_id in founders:
+    def _founded(self, attendance: Attendance, number: int) -> Roster:
+        """A new roster: its members are all that gave a weight in a round, whoever accuses them.
+
+        Their faults are not forgotten.
+        """
+        standings = {peer_id: one for peer_id, one in self.standings.items() if one.barred_rounds(number)}
+        for peer_id in attendance.group.keys() - set(attendance.idle):
             before = self.standings.get(peer_id, Standing())
             standings[peer_id] = Standing(
                 QUALIFYING,
@@ -445,19 +472,27 @@ class Roster(msgspec.Struct, frozen=True):
                 contributed=min(before.contributed + attendance.weights.get(peer_id, 0.0), MAX_SUM_WEIGHT),
             )
         standings = _limited(standings)
-        former = [peer_id for peer_id in (*self.former, *sorted(self.members)) if peer_id not in standings]
+        former = [peer_id for peer_id in (*self.former, *sorted(self.voters)) if peer_id not in standings]
         return Roster(standings, number, former=tuple(dict.fromkeys(former))[-MAX_FORMER:])
 
 
 make_ready(Roster)
 
 
+def _with_most_as_members(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
+    """Make those members again that were demoted first, until more than half of the voters are members."""
+    demoted = sorted((one.fault_round, peer_id) for peer_id, one in standings.items() if one.is_demoted)
+    num_members = sum(one.is_member for one in standings.values())
+    num_too_many = max((len(demoted) - num_members + 2) // 2, 0)
+    return {**standings, **{peer_id: standings[peer_id].as_member() for _, peer_id in demoted[:num_too_many]}}
+
+
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
-    """Keep at most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
+    """Keep at most ``MAX_STANDINGS``: voters, then guests that have missed the fewest rounds."""
 
     def order(peer_id: PeerId) -> tuple[bool, int, int, PeerId]:
         standing = standings[peer_id]
-        return (not standing.is_member, standing.missed, -standing.complete, peer_id)
+        return (not standing.is_voter, standing.missed, -standing.complete, peer_id)
 
     return {peer_id: standings[peer_id] for peer_id in sorted(standings, key=order)[:MAX_STANDINGS]}
 

@@ -183,8 +183,7 @@ class RoundRunner:
         formed_at = self._loop.time()
         deadline = min(until, formed_at + self._config.averaging_timeout_s)
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before, clips=clips)
-        hurried = frozenset(self.matchmaker.hurried(group.members))
-        times = RoundTimes(group, contribution.rank, deadline, hurried)
+        times = RoundTimes(group, contribution.rank, deadline, self.matchmaker.hurried(group.members))
         voters = self.matchmaker.voters(group.members)
         driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
         could_reduce = group.members[contribution.rank].can_reduce

@@ -157,7 +157,7 @@ def test_a_peer_that_is_at_fault_or_leaves_loses_its_earned_weight() -> None:
     member = Standing(QUALIFYING, is_member=True, contributed=4000.0)
     roster = Roster({NAMES[3]: member} | {one: Standing(QUALIFYING, is_member=True) for one in NAMES[:3]})
     assert roster.earned(NAMES[3]) == 400.0
-    accused = Attendance(NAMES[0], dict.fromkeys(NAMES[:4], True), (), {NAMES[3]: NAMES[:2]})
+    accused = Attendance(NAMES[0], dict.fromkeys(NAMES[:4], True), (), (), {NAMES[3]: NAMES[:2]})
     assert roster.after(accused).standings[NAMES[3]].contributed == 0.0
     guest = msgspec.structs.replace(member, is_member=False)
     assert Roster({NAMES[3]: guest}).earned(NAMES[3]) == 0.0

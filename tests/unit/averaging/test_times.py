@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.allreduce.butterfly import Wanted
 from manyhands.averaging.round.times import Action, Ask, GiveUp, RoundTimes, Seen, Stragglers
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, TWO_ANSWERS_S, TWO_DIALS_S
 from tests.unit.averaging.groups import group_of, peer
 
 ROUND_S = 60.0
@@ -20,7 +20,7 @@ GONE = "does not answer"
 def times(num_members: int = 4, hurried: Collection[int] = (), bandwidths: list[int] | None = None) -> RoundTimes:
     """Of the member with rank 0."""
     group = group_of(num_members, **({} if bandwidths is None else {"bandwidths": bandwidths}))
-    return RoundTimes(group, 0, ROUND_S, frozenset(hurried))
+    return RoundTimes(group, 0, ROUND_S, dict.fromkeys(hurried, TWO_ANSWERS_S))
 
 
 class Exchange:

@@ -54,7 +54,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S, SOON_S
+from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S, SOON_S, TWO_ANSWERS_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, PeerError, Refused, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -200,18 +200,21 @@ class Matchmaker:
         return self._meeting.attendees().roster
 
     def voters(self, group: Sequence[Member]) -> set[int]:
-        """The ranks whose votes count in a round: the members of the run; all, if none of them is in the group."""
+        """The ranks whose votes count in a round: the voters of the run; all, if none of them is in the group."""
         roster = self.roster
-        members = roster.members if roster is not None else frozenset()
-        return {rank for rank, one in enumerate(group) if one.peer_id in members} or set(range(len(group)))
+        voters = roster.voters if roster is not None else frozenset()
+        return {rank for rank, one in enumerate(group) if one.peer_id in voters} or set(range(len(group)))
 
-    def hurried(self, group: Sequence[Member]) -> set[int]:
-        """The ranks of guests for which nobody waits long in a round; they reduce only if nobody else can."""
+    def hurried(self, group: Sequence[Member]) -> dict[int, float]:
+        """The ranks of those for whom nobody waits long in a round, each with for how many seconds it may be the last.
+
+        They reduce only if nobody else can.
+        """
         roster = self.roster
-        if roster is None:
-            return set()
-        guests = set(range(len(group))) - self.voters(group)
-        return {rank for rank in guests if roster.is_hurried(group[rank].peer_id)}
+        if roster is None or roster.voters.isdisjoint(one.peer_id for one in group):
+            return {}
+        hurried = ((rank, one.peer_id) for rank, one in enumerate(group) if roster.is_hurried(one.peer_id))
+        return {rank: MOMENT_S if roster.was_often_at_fault(peer_id) else TWO_ANSWERS_S for rank, peer_id in hurried}
 
     # the machine
 

@@ -28,17 +28,17 @@ sends other sizes, or for    its streams end, and it is lost      it is absent f
 another round                                                     lacked its values: an accusation by each of them
 ===========================  ===================================  ====================================================
 
-The limit of a weight, where the *median* is that of the weights that members of the roster give in this round:
+The limit of a weight, where the *median* is that of the weights that voters of the roster give in this round:
 
 =====================  =============================================================================================
 a guest                the median
-a member               three times the median, or a tenth of what it has contributed in complete rounds
+a voter                three times the median, or a tenth of what it has contributed in complete rounds
                        (:meth:`Roster.earned <manyhands.averaging.roster.Roster.earned>`); all that count for more than
                        three times the median are together at most a third of the group
-fewer than 3 members   all contributors count as members: in the first round of a run, in a grid, without a roster
+fewer than 3 voters    all contributors count as voters: in the first round of a run, in a grid, without a roster
 =====================  =============================================================================================
 
-The *usual* norm is the median of those of the same members. So words buy no weight (docs/adr/0045): a stranger counts
+The *usual* norm is the median of those of the same peers. So words buy no weight (docs/adr/0045): a stranger counts
 as an ordinary member at most, and among many peers a fast member for all that it computes, once it has shown for some
 dozens of rounds that it does. And one member moves a mean no further than two ordinary ones of its weight
 (docs/adr/0046).
@@ -54,8 +54,10 @@ accused                                             then
 ==================================================  ==================================================================
 by one member                                       it is doubted: a guest comes no nearer to being a member; nothing
                                                     else, until another member accuses it, too
-by two members, in one round or in several          it is at fault: it is a guest, and its complete rounds count from 0
-the same, once more                                 the same, and it gets no place for ``BARRED_ROUNDS``
+by two members, in one round or in several          it is at fault: it is a guest, and its complete rounds count from 0;
+                                                    if it was a member, it still votes
+the same, once more                                 the same, and unless it votes, it gets no place for
+                                                    ``BARRED_ROUNDS``
 ==================================================  ==================================================================
 """
 
@@ -155,10 +157,10 @@ def what_does_not_count(weight: float, counted: Member, limits: MemberLimits) ->
 def trusted(group: Group, roster: Roster | None) -> set[int]:
     """The ranks whose weights and norms say what is usual.
 
-    They are the members of the roster that give a weight, if these are at least ``ENOUGH``; else all.
+    They are the voters of the roster that give a weight, if these are at least ``ENOUGH``; else all.
     """
-    members = roster.members if roster is not None else frozenset()
-    ranks = {rank for rank, one in enumerate(group.members) if one.weight > 0 and one.peer_id in members}
+    voters = roster.voters if roster is not None else frozenset()
+    ranks = {rank for rank, one in enumerate(group.members) if one.weight > 0 and one.peer_id in voters}
     return ranks if len(ranks) >= ENOUGH else set(range(len(group.members)))
 
 

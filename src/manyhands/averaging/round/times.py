@@ -15,13 +15,13 @@ is too      half of the round is over (and ``TWO_ANSWERS_S``), and at  given up:
 slow        its pace it would not send all its values by the end
 is overdue  65% of the round is over, a reducer sent no means for      given up, whatever it says
             ``FOUR_ANSWERS_S``, and another one has sent all
-is last     it is hurried, and for ``TWO_ANSWERS_S`` nobody else       given up
-            owed what it owes
+is last     it is hurried, and for ``TWO_ANSWERS_S`` (``MOMENT_S`` if  given up
+            it was often at fault) nobody else owed what it owes
 ==========  =========================================================  =================================================
 
 A partner that answers is waited for until one of the last three rows applies: on a slow line it may be silent for long.
-Its pace counts only the time in which the reducer waited for it. A *hurried* member is a guest for which nobody waits
-long (:meth:`manyhands.averaging.roster.Roster.is_hurried`).
+Its pace counts only the time in which the reducer waited for it. A *hurried* member is one for which nobody waits long
+(:meth:`manyhands.averaging.roster.Roster.is_hurried`).
 
 A member without a vote is waited for until it has not asked for ``ANSWER_S`` how the round goes on, or its last control
 connection ends: at once if it is killed, after 8.5 s if it is frozen or off the network. Once only members have not
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from manyhands.averaging.allreduce.butterfly import Wanted
@@ -73,14 +73,14 @@ class RoundTimes:
         rank: rank of this member.
         deadline: when the time for the exchanges and votes is over. It counts from when the group has formed, so it is
             the same instant for all members.
-        hurried: ranks of members for which nobody waits long, see
+        hurried: by rank of each member for which nobody waits long, for how many seconds it may hold up the others; see
             :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
     """
 
     group: Group
     rank: int
     deadline: float
-    hurried: frozenset[int] = frozenset()
+    hurried: Mapping[int, float] = field(default_factory=dict)
 
     # of an exchange
 
@@ -275,13 +275,13 @@ class Stragglers:
         hurried, partner = self._times.hurried, self._partners[rank]
         if rank not in hurried:
             return False
-        others = self._partners.keys() - over - hurried
+        others = self._partners.keys() - over - hurried.keys()
         if any(other not in seen or seen[other].owed is seen[rank].owed for other in others):
             partner.last_since = None
             return False
         if partner.last_since is None:
             partner.last_since = now
-        return now - partner.last_since >= TWO_ANSWERS_S
+        return now - partner.last_since >= hurried[rank]
 
     def _too_slow(self, rank: int, received: int, now: float) -> str:
         """How a partner is too slow to send its values in time; empty if it is not, or its pace is not known yet."""

@@ -8,7 +8,7 @@ asks (docs/adr/0056-the-initial-peers-decide-for-newcomers.md):
 =======================================  =============  ===================================================  =========
 this peer                                electorate     consists of                                          enough is
 =======================================  =============  ===================================================  =========
-has made a step, and members are there   members        the members of its roster, former ones too; with     half
+has made a step, and some are there      roster         the voters of its roster, former ones too; with      half
                                                         this peer, if it is one. In a grid, it is the
                                                         roster of the last step in one group
 an initial peer is beyond step 0         initial peers  those of the peers that this one was given to join   more than
@@ -20,8 +20,8 @@ any other                                networks       one voter for each netwo
                                                         network too, if it is there after a step of its own
 =======================================  =============  ===================================================  =========
 
-In the first ``FOUNDING_ROUNDS`` steps of a run, the networks are asked too if too few members are on any branch that is
-ahead: the run may have been begun twice, by peers that did not know each other, and then no peer is a member on both
+In the first ``FOUNDING_ROUNDS`` steps of a run, the networks are asked too if too few voters are on any branch that is
+ahead: the run may have been begun twice, by peers that did not know each other, and then no peer is a voter on both
 sides. They are asked on while most of them are on another branch.
 
 A peer believes the highest position for which enough votes are there. Of a branch that is not ahead, a peer follows
@@ -44,7 +44,7 @@ from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import branch_order
 
 FOUNDING_ROUNDS = 16
-"""The number of first rounds of a run in which the members alone do not decide."""
+"""The number of first rounds of a run in which the roster alone does not decide."""
 LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
 MAX_BEEN_AT = 256
@@ -195,10 +195,10 @@ class Belief:
         """The votes of each electorate that this peer asks, in order; the table at the head of this file."""
         there = records.keys() - {self._own_id}
         roster = self.roster() if self.has_stepped else Roster()
-        members = roster.members.union(roster.former)
+        of_roster = roster.voters.union(roster.former)
         num_own = int(self.has_stepped and own.position.step > 0)
-        if members & there:
-            yield Votes.of(members & there, num_more=self._own_id in members, is_half_enough=True)
+        if of_roster & there:
+            yield Votes.of(of_roster & there, num_more=self._own_id in of_roster, is_half_enough=True)
             if own.position.step > FOUNDING_ROUNDS and self._outvoted_since == math.inf:
                 return
         elif initial_peers := {peer_id for peer_id in self.initial_peers() & there if records[peer_id].position.step}:

@@ -144,7 +144,7 @@ class StateFollower:
     def _leading(self, records: Mapping[PeerId, PeerRecord]) -> tuple[Position, list[PeerId]] | None:
         presence = self._peer.presence
         roster = self._replica.roster
-        members = roster.members.union(roster.former)  # at the last state
+        members = roster.voters.union(roster.former)  # at the last state
         trusted = presence.dht.initial_peers() if members.isdisjoint(records) else members
         leading = leading_donors(records, self._networks, presence.rng, trusted)
         try:
