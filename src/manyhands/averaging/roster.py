@@ -180,9 +180,13 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
             is_demoted=self.is_voter,
         )  # fmt: skip
 
-    def as_member(self) -> Standing:
-        """The standing of the peer as a member."""
-        return msgspec.structs.replace(self, is_member=True, is_demoted=False)
+    def as_member(self, number: int) -> Standing:
+        """The standing of the peer as a member from the round with this number on.
+
+        It leads after the others, unless it was demoted before its turn.
+        """
+        is_due = self.is_demoted and self.led < self.fault_round
+        return msgspec.structs.replace(self, is_member=True, is_demoted=False, led=self.led if is_due else number)
 
     def barred_rounds(self, number: int) -> int:
         """For how many rounds the peer gets no place, after the round with this number."""
@@ -377,7 +381,7 @@ class Roster(msgspec.Struct, frozen=True):
                 left.append(peer_id)
         former = tuple(peer_id for peer_id in self.former if peer_id not in standings) + tuple(left)
         after = Roster(
-            _limited(_with_most_as_members(standings)),
+            _limited(_with_most_as_members(standings, number)),
             number,
             (Trouble.MEMBER if result.at_fault & self.members else self._trouble(attendance), *self.trouble)[:MEMORY],
             0,
@@ -451,7 +455,7 @@ class Roster(msgspec.Struct, frozen=True):
         promoted = qualified[: max(1, len(self.members) // 4)]
         standings = dict(self.standings)
         for peer_id in promoted:
-            standings[peer_id] = msgspec.structs.replace(standings[peer_id].as_member(), led=self.round)
+            standings[peer_id] = standings[peer_id].as_member(self.round)
         return msgspec.structs.replace(self, standings=standings)
 
     def _founded(self, attendance: Attendance, number: int) -> Roster:
@@ -479,12 +483,13 @@ class Roster(msgspec.Struct, frozen=True):
 make_ready(Roster)
 
 
-def _with_most_as_members(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
+def _with_most_as_members(standings: Mapping[PeerId, Standing], number: int) -> dict[PeerId, Standing]:
     """Make those members again that were demoted first, until more than half of the voters are members."""
     demoted = sorted((one.fault_round, peer_id) for peer_id, one in standings.items() if one.is_demoted)
     num_members = sum(one.is_member for one in standings.values())
     num_too_many = max((len(demoted) - num_members + 2) // 2, 0)
-    return {**standings, **{peer_id: standings[peer_id].as_member() for _, peer_id in demoted[:num_too_many]}}
+    again = {peer_id: standings[peer_id].as_member(number) for _, peer_id in demoted[:num_too_many]}
+    return {**standings, **again}
 
 
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
