@@ -3,9 +3,10 @@
 ===================  =====================================  ======================================================
                      members                                guests
 ===================  =====================================  ======================================================
-who they are         of the run's roster; all, if no voter  all others that have a record at this position and
-                     is here, or there is no roster         are connected to this peer, except barred peers
-lead                 first                                  after all members
+who they are         voters of the run's roster; all, if    all others that have a record at this position and
+                     none is here, or there is no roster    are connected to this peer, except barred peers
+lead                 first, but those that were demoted     after all members
+                     after the others
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
@@ -73,7 +74,7 @@ class Attendees:
     def members(self) -> frozenset[PeerId]:
         """The others that count as members."""
         others = frozenset(self.expected)
-        return others if self.is_open or self.roster is None else others & self.roster.members
+        return others if self.is_open or self.roster is None else others & self.roster.voters
 
     @cached_property
     def guests(self) -> frozenset[PeerId]:

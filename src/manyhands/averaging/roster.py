@@ -37,8 +37,8 @@ Only accusations by members of the roster count, and no accusation by a guest co
 free. As long as there are no members, all peers count as such.
 
 The *voters* are the members and those that were demoted. They decide what a round commits and which branch is the
-run, so nobody takes the votes of others by accusing them (docs/adr/0066). More than half of the voters are members:
-beyond that, the one that was demoted first is a member again.
+run, and a group waits for them, so nobody takes the votes of others by accusing them (docs/adr/0066). More than half of
+the voters are members: beyond that, the one that was demoted first is a member again.
 
 A guest with ``QUALIFYING`` complete rounds becomes a member in a calm round; in one round at most a quarter as many as
 there are members, but at least one. If not more than half of the voters were in the group, all standings stay, but for
@@ -50,7 +50,7 @@ A member may count for more than the others once it has contributed much: see :m
 Each fault after the first one bars a guest without a vote from the next rounds; ``GOOD_ROUNDS`` complete rounds take
 one fault away.
 
-A round is *troubled* if a member was demoted in it, or if members were late and the manifest shows it: one of them is
+A round is *troubled* if a member was demoted in it, or if voters were late and the manifest shows it: one of them is
 not in the group, or a peer that should have led did not. Each recent troubled round halves the patience of all, and
 while there are several, no guest becomes a member, whoever caused them. So many identities together cost a run no more
 than a few do (``benchmarks/roster_attacks.py``). Guests are waited for less, too, after a round in which any peer was
@@ -111,7 +111,7 @@ class Trouble(enum.IntEnum):
 
     NONE = 0
     WAIT = 1  # a peer was waited for in vain
-    MEMBER = 2  # the round was troubled: a member was demoted, or was late
+    MEMBER = 2  # the round was troubled: a member was demoted, or a voter was late
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -122,14 +122,14 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
             ``QUALIFYING`` at ``GOOD_ROUNDS``.
         missed: committed rounds in a row without the peer.
         led: the number of the last round that it led or should have led, or in which it became a member.
-        is_member: whether it leads, is waited for, votes, and its accusations count.
+        is_member: whether it leads, is waited for in full, votes, and its accusations count.
         can_lead: whether it could be dialled in the last round with it.
         doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
         cleared: the number of complete rounds since that accusation; 0 while it is not doubted.
         faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
         fault_round: the number of the round in which it was last at fault.
         contributed: the weight that it has counted for, in all complete rounds since then.
-        is_demoted: whether it was a member until it was at fault, so that it still votes.
+        demoted: the number of the round in which it stopped to be a member; 0 if it is one, or never was.
     """
 
     complete: Count = 0
@@ -142,12 +142,12 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     faults: Count = 0
     fault_round: Count = 0
     contributed: Weight = 0.0
-    is_demoted: bool = False
+    demoted: Count = 0
 
     @property
     def is_voter(self) -> bool:
         """Whether it counts where the peers of the run disagree."""
-        return self.is_member or self.is_demoted
+        return self.is_member or self.demoted > 0
 
     def completed(self, weight: float) -> Standing:
         """The standing after a round in which the peer did its part, and counted for this weight."""
@@ -177,7 +177,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         faults = min(self.faults + 1, MAX_FAULTS)
         return msgspec.structs.replace(
             self, complete=0, is_member=False, faults=faults, fault_round=number, contributed=0.0,
-            is_demoted=self.is_voter,
+            demoted=number if self.is_member else self.demoted,
         )  # fmt: skip
 
     def as_member(self, number: int) -> Standing:
@@ -185,8 +185,9 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
         It leads after the others, unless it was demoted before its turn.
         """
-        is_due = self.is_demoted and self.led < self.fault_round
-        return msgspec.structs.replace(self, is_member=True, is_demoted=False, led=self.led if is_due else number)
+        return msgspec.structs.replace(
+            self, is_member=True, demoted=0, led=self.led if self.led < self.demoted else number
+        )
 
     def barred_rounds(self, number: int) -> int:
         """For how many rounds the peer gets no place, after the round with this number."""
@@ -280,12 +281,12 @@ class Roster(msgspec.Struct, frozen=True):
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """The peers that lead, are waited for, and whose accusations count."""
+        """The peers that lead, and whose accusations count."""
         return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_member)
 
     @property
     def voters(self) -> frozenset[PeerId]:
-        """The peers that count where the peers of the run disagree: the members, and those that were demoted."""
+        """The peers that are waited for, and count where peers disagree: the members, and those that were demoted."""
         return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_voter)
 
     def leaders(self, strangers: Iterable[PeerId] = ()) -> list[PeerId]:
@@ -324,11 +325,20 @@ class Roster(msgspec.Struct, frozen=True):
         """Whether guests are waited for as long as a step takes: recent rounds were without any trouble."""
         return not any(self.trouble)
 
-    def is_hurried(self, peer_id: PeerId) -> bool:
-        """Whether nobody waits long for a peer in a round: a guest that was at fault or doubted, or after trouble."""
-        standing = self.standings.get(peer_id, Standing())
-        has_failed = bool(standing.faults or standing.doubted_by)
-        return not standing.is_member and bool(self.members) and (has_failed or self.num_troubled > 0)
+    def hurried(self, group: Collection[PeerId]) -> set[PeerId]:
+        """The peers of a group for which nobody waits long in its round.
+
+        They are guests that were at fault or doubted, and after trouble all guests; but those that vote only where the
+        other voters are enough for a result. None, if no voter is in the group.
+        """
+        voters = self.voters.intersection(group)
+        if not voters:
+            return set()
+        hurried = {peer_id for peer_id in group if self._is_hurried(self.standings.get(peer_id, Standing()))}
+        return hurried if 2 * len(voters - hurried) > len(voters) else hurried - voters
+
+    def _is_hurried(self, standing: Standing) -> bool:
+        return not standing.is_member and bool(standing.faults or standing.doubted_by or self.num_troubled > 0)
 
     def was_often_at_fault(self, peer_id: PeerId) -> bool:
         """Whether a peer has as many faults as are counted."""
@@ -405,8 +415,8 @@ class Roster(msgspec.Struct, frozen=True):
         )
 
     def _trouble(self, attendance: Attendance) -> Trouble:
-        """The trouble before the group formed; late members must show: one did not lead, or is not in the group."""
-        is_shown = self._skipped(attendance.leader) or self.members - attendance.group.keys()
+        """The trouble before the group formed; late voters must show: one did not lead, or is not in the group."""
+        is_shown = self._skipped(attendance.leader) or self.voters - attendance.group.keys()
         if attendance.late == Late.MEMBERS and is_shown:
             return Trouble.MEMBER
         return Trouble.WAIT if attendance.late != Late.NOBODY else Trouble.NONE
@@ -485,7 +495,7 @@ make_ready(Roster)
 
 def _with_most_as_members(standings: Mapping[PeerId, Standing], number: int) -> dict[PeerId, Standing]:
     """Make those members again that were demoted first, until more than half of the voters are members."""
-    demoted = sorted((one.fault_round, peer_id) for peer_id, one in standings.items() if one.is_demoted)
+    demoted = sorted((one.demoted, peer_id) for peer_id, one in standings.items() if one.demoted)
     num_members = sum(one.is_member for one in standings.values())
     num_too_many = max((len(demoted) - num_members + 2) // 2, 0)
     again = {peer_id: standings[peer_id].as_member(number) for _, peer_id in demoted[:num_too_many]}
@@ -521,6 +531,7 @@ def check_roster(roster: Roster) -> None:
             (one.faults, MAX_FAULTS),
             (one.led, roster.round),
             (one.fault_round, roster.round),
+            (one.demoted, roster.round),
             (one.contributed, MAX_SUM_WEIGHT),
         )
         if any(not 0 <= count <= most for count, most in counts):

@@ -257,8 +257,8 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def is_member(self) -> bool:
-        """Whether this peer is a member of the run after its last step, and not a guest: members lead rounds, are
-        waited for, and vote."""
+        """Whether this peer is a member of the run after its last step, and not a guest: members lead rounds and are
+        waited for."""
         return self.peer.peer_id in self._replica.roster.members
 
     @property

@@ -166,6 +166,26 @@ def test_a_member_that_is_one_again_leads_last_if_it_had_its_turn_when_it_was_de
     assert roster.leaders()[0] == due, "its turn had not come"
 
 
+def test_demoted_voters_are_hurried_only_where_the_others_are_enough_for_a_result() -> None:
+    """A is alone with C, as B was switched off: without C there is no result, however slow its line is."""
+    roster = founded(A, B, C).after(attendance(A, B, C, G, accused={C: [A, B], G: [A, B]}))
+    assert roster.members == {A, B}
+    assert roster.hurried([A, B, C, G]) == {C, G}
+    assert roster.hurried([A, C, G]) == {G}
+    assert roster.hurried([C, G]) == {G}
+    assert roster.hurried([G]) == set(), "nobody here votes"
+    assert roster.hurried([A, F]) == {F}, "after trouble all guests"
+
+
+def test_later_faults_of_a_demoted_member_do_not_change_when_it_is_one_again() -> None:
+    roster, everybody = founded(A, B, C, D, E), (A, B, C, D, E)
+    for victim in (C, D, C, C):
+        roster = roster.after(attendance(*everybody, accused={victim: [A, B]}))
+    assert roster.members == {A, B, E}
+    assert roster.standings[C].fault_round > roster.standings[D].fault_round
+    assert roster.after(attendance(*everybody, accused={E: [A, B]})).members == {A, B, C}
+
+
 def test_a_demoted_member_leads_last_is_not_barred_and_votes_until_it_leaves() -> None:
     roster = founded(A, B, C, D)
     for _ in range(3):
@@ -183,7 +203,7 @@ def test_a_demoted_member_is_one_again_after_three_complete_rounds_once_it_is_ca
     roster, everybody = founded(A, B, C, D), (A, B, C, D)
     roster = after_rounds(roster.after(attendance(*everybody, accused={D: [A, B]})), QUALIFYING, *everybody)
     assert roster.members == set(everybody)
-    assert not roster.standings[D].is_demoted
+    assert not roster.standings[D].demoted
     roster = roster.after(attendance(*everybody, accused={D: [A, B]}))
     assert not roster.is_calm
     assert after_rounds(roster, MEMORY - QUALIFYING - 2, *everybody).members == {A, B, C}

@@ -201,8 +201,7 @@ class Matchmaker:
 
     def voters(self, group: Sequence[Member]) -> set[int]:
         """The ranks whose votes count in a round: the voters of the run; all, if none of them is in the group."""
-        roster = self.roster
-        voters = roster.voters if roster is not None else frozenset()
+        voters = self.roster.voters if self.roster is not None else frozenset()
         return {rank for rank, one in enumerate(group) if one.peer_id in voters} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> dict[int, float]:
@@ -211,10 +210,14 @@ class Matchmaker:
         They reduce only if nobody else can.
         """
         roster = self.roster
-        if roster is None or roster.voters.isdisjoint(one.peer_id for one in group):
+        if roster is None:
             return {}
-        hurried = ((rank, one.peer_id) for rank, one in enumerate(group) if roster.is_hurried(one.peer_id))
-        return {rank: MOMENT_S if roster.was_often_at_fault(peer_id) else TWO_ANSWERS_S for rank, peer_id in hurried}
+        hurried = roster.hurried([member.peer_id for member in group])
+        return {
+            rank: MOMENT_S if roster.was_often_at_fault(member.peer_id) else TWO_ANSWERS_S
+            for rank, member in enumerate(group)
+            if member.peer_id in hurried
+        }
 
     # the machine
 

@@ -13,7 +13,7 @@ than have taken part
 anything else                                               abort
 ==========================================================  ========================================================
 
-The *voters* are the members of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
+The *voters* are those of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
 the group. If they are not more than half of the roster, the round commits all the same, but changes no standing: only
 turns to lead and trouble are noted (``averaging/roster.py``). What guests hold and say does not count: identities are
 free, so otherwise as many guests as the run has members could stop every round.

@@ -32,7 +32,7 @@ The limit of a weight, where the *median* is that of the weights that voters of 
 
 =====================  =============================================================================================
 a guest                the median
-a voter                three times the median, or a tenth of what it has contributed in complete rounds
+a voter                three times the median; a member also a tenth of what it has contributed in complete rounds
                        (:meth:`Roster.earned <manyhands.averaging.roster.Roster.earned>`); all that count for more than
                        three times the median are together at most a third of the group
 fewer than 3 voters    all contributors count as voters: in the first round of a run, in a grid, without a roster

@@ -21,7 +21,7 @@ is last     it is hurried, and for ``TWO_ANSWERS_S`` (``MOMENT_S`` if  given up
 
 A partner that answers is waited for until one of the last three rows applies: on a slow line it may be silent for long.
 Its pace counts only the time in which the reducer waited for it. A *hurried* member is one for which nobody waits long
-(:meth:`manyhands.averaging.roster.Roster.is_hurried`).
+(:meth:`manyhands.averaging.roster.Roster.hurried`).
 
 A member without a vote is waited for until it has not asked for ``ANSWER_S`` how the round goes on, or its last control
 connection ends: at once if it is killed, after 8.5 s if it is frozen or off the network. Once only members have not

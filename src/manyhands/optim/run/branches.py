@@ -6,11 +6,11 @@ its lineage, lineage digest) is the best one, and leads. There is one exception:
 branch for a while, the peers of the higher branch go over to them.
 
 What happens after a run has split, and the parts see each other again. Each peer sees in the others' records that their
-lineage is another one, and decides by the electorate that it believes, usually the members of its roster
+lineage is another one, and decides by the electorate that it believes, usually the voters of its roster
 (:mod:`.belief`). Higher is the branch that leads by the rule above:
 
 =====================================  ================================  ==============================================
-members of the roster at the split     peers on the higher branch        peers on the lower branch
+voters of the roster at the split      peers on the higher branch        peers on the lower branch
 =====================================  ================================  ==============================================
 more than half on the higher branch    go on                             load the state of the higher one at once
 half on each branch                    go on                             the same: half of the votes is enough
@@ -18,7 +18,7 @@ more than half on the lower branch     load the state of the lower one   go on
                                        after ``STALL_S``
 =====================================  ================================  ==============================================
 
-Each part makes its own changes to its roster only while it has more than half of the members; a smaller part founds a
+Each part makes its own changes to its roster only while it has more than half of the voters; a smaller part founds a
 roster of its own after ``MAX_FROZEN`` rounds (:mod:`manyhands.averaging.roster`).
 
 The steps that the losing branch has committed since the split are lost, and so are the samples in them. Samples that

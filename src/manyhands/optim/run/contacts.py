@@ -211,7 +211,7 @@ class Contacts:
 
 
 def _mates(roster: Roster) -> list[PeerId]:
-    """The peers of earlier rounds: members, then guests that have missed the fewest rounds, then former members."""
+    """The peers of earlier rounds: voters, then guests that have missed the fewest rounds, then former voters."""
     standings = roster.standings
-    here = sorted(standings, key=lambda peer_id: (not standings[peer_id].is_member, standings[peer_id].missed, peer_id))
+    here = sorted(standings, key=lambda peer_id: (not standings[peer_id].is_voter, standings[peer_id].missed, peer_id))
     return [*here, *reversed(roster.former)]

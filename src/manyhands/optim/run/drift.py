@@ -5,7 +5,7 @@ memory, say, changes them. After each step a peer publishes a *sketch*: 16 sums 
 squared difference of two peers' sums is on average the squared distance of their parameters (Alon, Matias and Szegedy,
 "The space complexity of approximating the frequency moments", 1996).
 
-The majority is right. It is more than half of the electorate (:meth:`.belief.Belief.judges`): of the members, say, or
+The majority is right. It is more than half of the electorate (:meth:`.belief.Belief.judges`): of the voters, say, or
 for a newcomer of its initial peers. Those that have published no sketch count too, so a minority changes nothing for
 the others. A peer that differs again after it has reloaded goes on with its own parameters, and says so: something on
 its machine changes them.

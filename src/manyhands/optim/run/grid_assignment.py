@@ -95,13 +95,13 @@ class GridAssignment:
         return self.tracker.roster() if self._step is None else None
 
     def batch_s(self) -> float:
-        """The median time for a batch of the roster's members here and this peer, in seconds; 0 if unknown.
+        """The median time for a batch of the roster's voters here and this peer, in seconds; 0 if unknown.
 
-        Without members, it is that of all trainers here.
+        Without voters, it is that of all trainers here.
         """
         roster, awaited = self.roster(), self.tracker.view.awaited
-        members = roster.members if roster is not None else frozenset()
-        records = [seen.record for peer_id, seen in awaited.items() if not members or peer_id in members]
+        voters = roster.voters if roster is not None else frozenset()
+        records = [seen.record for peer_id, seen in awaited.items() if not voters or peer_id in voters]
         times_s = sorted(record.batch_s for record in (self.tracker.own, *records) if record.batch_s > 0)
         return times_s[len(times_s) // 2] if times_s else 0.0
 

@@ -361,6 +361,6 @@ def tell_of_faults(reason: str, before: Roster, after: Roster) -> None:
     for peer_id in sorted(before.members.intersection(after.standings) - after.members):
         logger.info(
             "Peer %s was at fault and is a guest now, not a member: it does not lead, and nobody waits long for it, "
-            "until it has done its part in %d rounds",
+            "until it has done its part in at least %d rounds",
             peer_id, QUALIFYING,
         )  # fmt: skip
