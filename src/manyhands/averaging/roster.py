@@ -12,7 +12,6 @@ is accused by two members; or by one, and by        *at fault*: ``complete`` and
 another one in an earlier round                     rises by one; a member is *demoted*: it is a guest that votes
 is accused by one member                            it is *doubted*, and else stays as it was; if it is a member, its
                                                     accuser stays as it was, too
-accuses several members that no other one accuses   it is at fault, and those that it accuses are not doubted
 should have led before the leader                   its turn is over; it is at fault only if members were late
 was left out of the last exchange, or gave a        it stays as it was; with a weight of 0 it is not accused
 weight of 0
@@ -425,26 +424,16 @@ class Roster(msgspec.Struct, frozen=True):
         """Judge the group of a round that follows this roster."""
         members = self.members or attendance.group.keys()
         at_fault = self._skipped(attendance.leader) if attendance.late == Late.MEMBERS else set()
-        by_accuser: dict[PeerId, list[PeerId]] = defaultdict(list)
-        for accused, accusers in attendance.accused.items():
-            believed = [accuser for accuser in accusers if accuser in members]
-            if len(believed) > 1:
-                at_fault.add(accused)
-            elif believed:
-                by_accuser[believed[0]].append(accused)
         doubted: dict[PeerId, PeerId] = {}
         unclear: set[PeerId] = set()
-        for accuser, accused_alone in by_accuser.items():
-            if sum(accused in members for accused in accused_alone) > 1:
-                at_fault.add(accuser)
-                continue
-            for accused in accused_alone:
-                earlier = self.standings.get(accused, Standing()).doubted_by
-                if earlier and earlier != accuser:
-                    at_fault.add(accused)
-                else:
-                    doubted[accused] = accuser
-                    unclear |= {accused, accuser} if accused in members else {accused}
+        for accused, accusers in attendance.accused.items():
+            believed = [accuser for accuser in accusers if accuser in members]
+            earlier = self.standings.get(accused, Standing()).doubted_by
+            if len(believed) > 1 or (believed and earlier not in ("", believed[0])):
+                at_fault.add(accused)
+            elif believed:
+                doubted[accused] = believed[0]
+                unclear |= {accused, believed[0]} if accused in members else {accused}
         complete = attendance.group.keys() - at_fault - unclear - {*attendance.idle, *attendance.left_out}
         return Judged(frozenset(complete), frozenset(at_fault), doubted)
 
