@@ -39,7 +39,8 @@ def play(
     roster = Roster().after(Attendance(honest[0], dict.fromkeys(honest, True)))
     lost_s, num_harms, last_harm = 0.0, 0, ""
     for _ in range(num_rounds):
-        members = [peer_id for peer_id in attackers if peer_id in roster.members]
+        believed = roster.voters if harm == "absent" else roster.members
+        members = [peer_id for peer_id in attackers if peer_id in believed]
         leader = roster.leaders()[0]
         group = dict.fromkeys([*honest, *(one for one in attackers if not roster.barred_rounds(one))], True)
         accused: dict[PeerId, list[PeerId]] = {}

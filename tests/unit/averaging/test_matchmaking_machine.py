@@ -117,15 +117,6 @@ def test_a_peer_that_is_sent_to_a_leader_which_it_has_lost_leads_until_another_o
     assert machine.on(Called(B), 2.3, who) == [Ask(B, P_S)]
 
 
-def test_a_peer_follows_nobody_that_comes_after_the_leader_by_which_it_is_sent_on() -> None:
-    """The first leader would have its friend lead in each round, and everybody's turn would be over."""
-    machine, who = Matchmaking(C, 0.0), seen_by(C)
-    assert machine.on(Due(member(C), P_S), 1.0, who) == [Ask(A, P_S)]
-    assert machine.on(SentOn(D), 1.1, who) == [Ask(B, P_S)]
-    assert machine.on(SentOn(A), 1.2, who)[0] != Ask(A, P_S), "it gave no place"
-    assert machine.stage is Stage.LEADING
-
-
 def test_a_leader_that_was_busy_is_asked_again_when_it_calls_but_only_once() -> None:
     machine, who = Matchmaking(B, 0.0), seen_by(B)
     machine.on(Due(member(B), P_S), 1.0, who)

@@ -14,8 +14,8 @@ idle       a peer that asked has waited for all its time     idle       refuse i
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
-asking     the asked leader follows a leader itself          asking     ask that one, once; if it was asked before, or
-                                                                        comes later, ask the next one in order
+asking     the asked leader follows a leader itself          asking     ask that one, once; if it gave no place before,
+                                                                        ask the next one in order
 asking     another peer asks for a place                     asking     refer it to the asked leader
 asking     a peer calls that comes after the asked leader    asking     check whether the asked leader still answers
 leading    another peer asks for a place                     leading    note it
@@ -448,9 +448,11 @@ class Matchmaking:
         assert by is not None
         if to == self.own_id:
             return self._lead(now, who)
-        if to in self._tried or who.rank(by) < who.rank(to) or not self._may_be_sent_to(to):
+        if to in self._tried:
             self._tried.add(by)
             return self._seek(now, who)
+        if not self._may_be_sent_to(to):
+            return self._abort(f"the others follow peer {to}, which gives this one no place", (to,))
         self._passed_over.discard(to)
         return self._follow(to, who)
 

@@ -360,7 +360,7 @@ def tell_of_faults(reason: str, before: Roster, after: Roster) -> None:
         logger.info("The round committed, but not all members did their part: %s", reason)
     for peer_id in sorted(before.members.intersection(after.standings) - after.members):
         logger.info(
-            "Peer %s was at fault and is a guest now, not a member: it does not lead, and nobody waits long for it, "
+            "Peer %s was at fault and is a guest now, not a member: it does not lead, and has little time in a round, "
             "until it has done its part in at least %d rounds",
             peer_id, QUALIFYING,
         )  # fmt: skip
