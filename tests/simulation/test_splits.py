@@ -189,7 +189,7 @@ def test_a_peer_with_allow_solo_that_reaches_nobody_goes_on_alone() -> None:
     assert bold.steps_alone >= 5
     assert (bold.samples_dropped, bold.states_loaded) == (0, 0)
     assert patient.steps_alone == 0
-    assert patient.states_loaded == 1, "it follows"
+    assert 1 <= patient.states_loaded <= 3, "it follows; meanwhile the other one may make steps before it dials again"
     assert_one_branch(swarm)
 
 
