@@ -161,7 +161,7 @@ def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None
 
 @pytest.mark.parametrize("kind", few_of(["one value", "reversed", "3e38"], 1, pytest.mark.long))
 def test_values_that_are_too_large_never_count(kind: str) -> None:
-    """Nor does anybody else lose its place."""
+    """The others make all steps together, and learn."""
     spoil: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "3e38": lambda flat_N: torch.full_like(flat_N, 3e38),
         "reversed": lambda flat_N: -100.0 * flat_N,

@@ -121,14 +121,14 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
             ``QUALIFYING`` at ``GOOD_ROUNDS``.
         missed: committed rounds in a row without the peer.
         led: the number of the last round that it led or should have led, or in which it became a member.
-        is_member: whether it leads, is waited for in full, votes, and its accusations count.
+        is_member: whether it leads in turn, votes, and its accusations count.
         can_lead: whether it could be dialled in the last round with it.
         doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
         cleared: the number of complete rounds since that accusation; 0 while it is not doubted.
         faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
         fault_round: the number of the round in which it was last at fault.
         contributed: the weight that it has counted for, in all complete rounds since then.
-        demoted: the number of the round in which it stopped to be a member; 0 if it is one, or never was.
+        demoted: the number of the round in which it was demoted; 0 if it is a member, or never was one.
     """
 
     complete: Count = 0
@@ -523,7 +523,7 @@ def check_roster(roster: Roster) -> None:
             (one.demoted, roster.round),
             (one.contributed, MAX_SUM_WEIGHT),
         )
-        if any(not 0 <= count <= most for count, most in counts):
+        if any(not 0 <= count <= most for count, most in counts) or (one.is_member and one.demoted):
             raise ValueError(f"its roster has impossible counts for peer {peer_id!r}")
 
 

@@ -425,6 +425,8 @@ def test_the_digest_depends_on_the_values_alone() -> None:
         Roster({A: Standing(cleared=QUALIFYING + 1)}),
         Roster({A: Standing(led=2)}, round=1),
         Roster({A: Standing(fault_round=2)}, round=1),
+        Roster({A: Standing(demoted=2)}, round=1),
+        Roster({A: Standing(is_member=True, demoted=1)}, round=1),
         Roster({A: Standing(complete=-1)}),
         Roster({A: Standing(contributed=2.0**53)}),
         Roster({A: Standing(contributed=float("nan"))}),
