@@ -298,7 +298,8 @@ class RoundRunner:
             manifest = verdict.manifest if verdict is not None else None
             means = contribution.means if manifest is not None and contribution.manifest == manifest else None
             blamed = verdict.blamed if verdict is not None else ()
-            self.matchmaker.round_over(group, blamed, is_committed=means is not None)
+            lacking = contribution.lacking if manifest is not None and means is None else ()
+            self.matchmaker.round_over(group, blamed, is_committed=means is not None, lacking=lacking)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
             self._meter.num_bytes_sent += driver.num_bytes_sent
