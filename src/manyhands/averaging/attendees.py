@@ -4,14 +4,14 @@
                      members                                guests
 ===================  =====================================  ======================================================
 who they are         voters of the run's roster; all, if    all others that have a record at this position and
-                     none is here, or there is no roster    are connected to this peer, except barred peers
+                     none is here, or there is no roster    are connected to this peer
 lead                 first, but those that were demoted     after all members
                      after the others
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
-All of them have a record at this position and are not missing: a peer that did not come to the last round, or whose
-connection broke, is not waited for until it publishes again. So a member that is gone costs one wait.
+All of them have a record at this position, and are neither barred nor missing: a peer that did not come to the last
+round, or whose connection broke, is not waited for until it publishes again. So a member that is gone costs one wait.
 :mod:`manyhands.averaging.matchmaking.patience` says how long they are waited for.
 
 The roster (:mod:`manyhands.averaging.roster`) is the same on all peers at one position. In a grid, and among averagers
@@ -78,13 +78,13 @@ class Attendees:
 
     @cached_property
     def guests(self) -> frozenset[PeerId]:
-        """The others that are waited for beside the members: those connected to this peer, except barred ones."""
-        return frozenset(one for one in self.connected if one not in self.members and not self._is_barred(one))
+        """The others that are waited for beside the members: those connected to this peer."""
+        return frozenset(self.connected) - self.members
 
     @cached_property
     def hosts(self) -> frozenset[PeerId]:
-        """The peers that may lead, as they can be dialled and are not barred; this peer may be one of them."""
-        others = {one for one, is_client in self.expected.items() if not is_client and not self._is_barred(one)}
+        """The peers that may lead, as they can be dialled; this peer may be one of them."""
+        others = {one for one, is_client in self.expected.items() if not is_client}
         return frozenset(others if self.is_client else others | {self.own_id})
 
     @cached_property
@@ -95,7 +95,7 @@ class Attendees:
     @property
     def is_barred(self) -> bool:
         """Whether this peer gets no place."""
-        return not self.is_open and self._is_barred(self.own_id)
+        return self.roster is not None and not self.is_open and self.roster.barred_rounds(self.own_id) > 0
 
     @property
     def waits_for_guests(self) -> bool:
@@ -125,6 +125,3 @@ class Attendees:
     def heeds(self, peer_id: PeerId) -> bool:
         """Whether this peer comes to the round when that peer calls."""
         return peer_id in self.members or self.is_open
-
-    def _is_barred(self, peer_id: PeerId) -> bool:
-        return self.roster is not None and self.roster.barred_rounds(peer_id) > 0

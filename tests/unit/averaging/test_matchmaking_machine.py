@@ -170,11 +170,8 @@ def test_a_leader_waits_for_guests_for_a_step_or_a_tenth_of_it(was_late: bool, s
     assert close.late == (Late.NOBODY if was_late else Late.GUESTS)
 
 
-def test_barred_and_unconnected_guests_are_not_waited_for_and_barred_ones_do_not_lead() -> None:
-    barred = Standing(can_lead=True, faults=2, fault_round=7)
-    standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B)} | {D: barred}
-    roster = Roster(standings, 8)
-    others = dict.fromkeys((B, C, D, G), False)
-    who = Attendees(A, HERE, others, [B, C, D], roster=roster)
+def test_unconnected_guests_are_not_waited_for() -> None:
+    standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B)}
+    others = dict.fromkeys((B, C, G), False)
+    who = Attendees(A, HERE, others, [B, C], roster=Roster(standings, 8))
     assert (who.members, who.guests) == ({B}, {C})
-    assert D not in who.hosts

@@ -52,10 +52,10 @@ class Others(View):
         self._busy_s = busy_s
         self._arrives_s = arrives_s
 
-    def busy_until(self, instant: float, members: Collection[PeerId] = ()) -> float:
+    def busy_until(self, instant: float, voters: Collection[PeerId] = ()) -> float:
         return instant + self._busy_s
 
-    def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:
+    def arrives_in_s(self, samples: int, within_s: float, now: float, voters: Collection[PeerId] = ()) -> float:
         return self._arrives_s if self._arrives_s <= within_s else math.inf
 
 
@@ -66,7 +66,7 @@ class Facts(Situation):
     position: Position = HERE
     others: View = field(init=False)
     missing_samples: int = 0
-    members: Collection[PeerId] = ()
+    voters: Collection[PeerId] = ()
     is_worth_a_look: bool = False
     has_better_branch: bool = False
     lacks_state: str = ""

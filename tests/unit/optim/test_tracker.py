@@ -307,6 +307,22 @@ async def test_a_member_that_was_lost_in_a_round_counts_as_there_but_is_not_expe
         assert run.tracker.view.expected == {BOB: False, CAROL: False}
 
 
+async def test_barred_peers_count_for_nothing_so_a_single_member_goes_on_without_them() -> None:
+    """They get no place for some rounds: if it waited for them, there would be no round."""
+    async with run_of_one(target_batch_size=16) as run:
+        me = run.endpoint.peer_id
+        barred = Standing(can_lead=True, faults=2, fault_round=7)
+        run.tracker.roster = lambda: Roster({me: Standing(is_member=True), BOB: barred}, round=8)
+        await run.hears(BOB, samples=12, samples_per_second=4.0, batch_s=1.0)
+        run.tracker.report(4, 4.0, 1.0)
+        situation = situation_of(run)
+        assert (situation.is_due, situation.is_alone, situation.can_meet) == (False, True, False)
+        run.tracker.roster = lambda: Roster({me: Standing(is_member=True), BOB: barred}, round=10)
+        await run.hears(BOB, samples=12, samples_per_second=4.0, batch_s=1.0)
+        situation = situation_of(run)
+        assert (situation.is_due, situation.is_alone, situation.can_meet) == (True, False, True)
+
+
 async def test_peers_at_other_positions_are_not_expected() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, NEXT)
@@ -361,7 +377,7 @@ def situation_of(run: Run) -> Situation:
 
 def arrives_in_s(run: Run, within_s: float) -> float:
     now, one = asyncio.get_running_loop().time(), situation_of(run)
-    return one.others.arrives_in_s(one.missing_samples, within_s, now, one.members)
+    return one.others.arrives_in_s(one.missing_samples, within_s, now, one.voters)
 
 
 async def test_batches_that_are_being_computed_complete_the_target() -> None:
@@ -375,11 +391,12 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
-async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some() -> None:
+async def test_only_the_batches_of_voters_are_waited_for_once_the_run_has_some() -> None:
     async with run_of_one(target_batch_size=16) as run:
         here, me = run.tracker.own.position, run.endpoint.peer_id
-        for members, is_waited_for in [((), True), ((me,), False), ((me, BOB), True)]:
-            run.tracker.roster = lambda those=members: Roster({one: Standing(is_member=True) for one in those})
+        member, bob = Standing(is_member=True), Standing(demoted=1)
+        for voters, is_waited_for in [({}, True), ({me: member}, False), ({me: member, BOB: bob}, True)]:
+            run.tracker.roster = lambda those=voters: Roster(those)
             run.tracker.load(here, 0)
             await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
             run.tracker.report(8, 4.0, 1.0)

@@ -79,11 +79,11 @@ def test_a_liar_adds_a_bounded_number_of_samples() -> None:
     assert view_of(record(samples=10, speed=1.0)).progress(None, 100, 5.0).samples == 15
 
 
-def test_the_batch_of_a_guest_is_not_waited_for_once_the_run_has_members() -> None:
+def test_the_batch_of_a_guest_is_not_waited_for_once_the_run_has_voters() -> None:
     """A stranger may claim that its batches take long: each step would wait for it."""
     view = view_of(record(samples=4, speed=4.0, batch_s=1.0), record(samples=4, speed=0.1, batch_s=60.0), since=100.0)
     member, guest = view.awaited
-    assert view.busy_until(100.5) == 160.0, "without members all count"
+    assert view.busy_until(100.5) == 160.0, "without voters all count"
     assert view.busy_until(100.5, {member, PeerId("me")}) == 101.0
     assert view.busy_until(100.5, {member, guest}) == 160.0
     assert view.busy_until(100.5, {PeerId("me")}) == 100.5

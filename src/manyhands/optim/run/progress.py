@@ -232,6 +232,7 @@ class View:
     Args:
         observed: the records of all other peers of the run.
         missing: peers whose samples count, but that are not expected at the next round.
+        barred: peers that get no place in the next round, so their samples do not count either.
         weight: how many peers each record stands for, if only the records of a sample were read; else None.
 
     Attributes:
@@ -246,9 +247,14 @@ class View:
         observed: Mapping[PeerId, SeenRecord],
         position: Position,
         missing: Container[PeerId] = (),
+        barred: Container[PeerId] = (),
         weight: float | None = None,
     ) -> None:
-        here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+        here = {
+            peer_id: seen
+            for peer_id, seen in observed.items()
+            if seen.record.position == position and peer_id not in barred
+        }
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
@@ -289,16 +295,16 @@ class View:
             eta_s = math.inf
         return Progress(samples, num_peers, speed, eta_s)
 
-    def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:
+    def arrives_in_s(self, samples: int, within_s: float, now: float, voters: Collection[PeerId] = ()) -> float:
         """Predicted seconds until the awaited peers have so many samples; infinite if that is beyond ``within_s``.
 
         Args:
-            members: of the roster. If there are any, only their batches are predicted, and of other peers the published
+            voters: of the roster. If there are any, only their batches are predicted, and of other peers the published
                 samples count: a stranger may claim to compute.
         """
 
         def samples_of(peer_id: PeerId, seen: SeenRecord, ahead_s: float) -> int:
-            is_proven = not members or peer_id in members
+            is_proven = not voters or peer_id in voters
             return samples_in(seen.record, now - seen.since, ahead_s) if is_proven else seen.record.samples
 
         for number in range(1, LOOKS_AHEAD + 1):
@@ -307,16 +313,16 @@ class View:
                 return ahead_s
         return math.inf
 
-    def busy_until(self, instant: float, members: Collection[PeerId] = ()) -> float:
+    def busy_until(self, instant: float, voters: Collection[PeerId] = ()) -> float:
         """When the batches that the awaited peers compute at an instant will all have ended, by prediction.
 
         Args:
-            members: of the roster. If there are any, only their batches count: a guest may lie about its own.
+            voters: of the roster. If there are any, only their batches count: a guest may lie about its own.
         """
         busy = [
             busy_s(seen.record, instant - seen.since)
             for peer_id, seen in self.awaited.items()
-            if not members or peer_id in members
+            if not voters or peer_id in voters
         ]
         return instant + max(busy, default=0.0)
 

@@ -112,6 +112,7 @@ class Situation:
       *predicted* if they are extrapolated from the records to now.
     - A *branch* is a position that some peers hold; the better one of two has more steps (see :mod:`.branches`).
     - A peer is *expected* at the next round if its record says that it is at this position, and it is not missing.
+      Peers that are barred by the roster count in nothing.
     - Another peer *calls* when it has begun a round here, and this peer has not come to it.
     - *Newcomers* are future trainers that download the state from this peer, or did so until a moment ago.
 
@@ -120,7 +121,7 @@ class Situation:
         others: the other peers at this position.
         missing_samples: how many samples the others must have for the target to be reached: the target minus the
             samples of this peer.
-        members: the members of the roster at this position. If there are any, only their batches are predicted, and
+        voters: the voters of the roster at this position. If there are any, only their batches are predicted, and
             waited for.
         is_worth_a_look: the target is not reached by the published samples, but should be: another peer calls, or the
             predicted samples reach it and no leader calls this peer in a crowd. The last read is at least
@@ -144,7 +145,7 @@ class Situation:
     position: Position
     others: View
     missing_samples: int
-    members: Collection[PeerId]
+    voters: Collection[PeerId]
     is_worth_a_look: bool
     has_better_branch: bool
     lacks_state: str
@@ -312,7 +313,7 @@ class RunMachine:
             return 0.0
         share = WAIT_SHARE if self._batch.may_wait else 1.0
         within_s = min(share * batch_s, self._config.matchmaking_time_s / 2)
-        arrival_s = run.others.arrives_in_s(run.missing_samples, within_s, now, run.members)
+        arrival_s = run.others.arrives_in_s(run.missing_samples, within_s, now, run.voters)
         if arrival_s == math.inf:
             return 0.0
         return arrival_s + min(batch_s, MOMENT_S)
@@ -339,7 +340,7 @@ class RunMachine:
         if not self._batch.may_wait:
             return False
         batch_s = self._batch.batch_s
-        others_until = run.others.busy_until(self._due_since, run.members)
+        others_until = run.others.busy_until(self._due_since, run.voters)
         until = min(others_until, self._due_since + self._config.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 

@@ -434,7 +434,10 @@ class ProgressTracker(ProgressReader):
         """The other peers here, as last read; a new object only after a record has changed or expired."""
         observed = self.observed()
         if self._view is None or self._view.observed is not observed:
-            self._view = View(observed, self.own.position, self.missing(), self.weight if self.is_partial else None)
+            roster = self.roster()
+            barred = [peer_id for peer_id in roster.standings if roster.barred_rounds(peer_id)]
+            weight = self.weight if self.is_partial else None
+            self._view = View(observed, self.own.position, self.missing(), barred, weight)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -459,7 +462,7 @@ class ProgressTracker(ProgressReader):
             position=self.own.position,
             others=self.view,
             missing_samples=self.target_batch_size - own_samples,
-            members=self.roster().members,
+            voters=self.roster().voters,
             is_worth_a_look=self.is_worth_a_look(),
             has_better_branch=self.should_load_state(),
             lacks_state=lacks_state,
