@@ -1,4 +1,4 @@
-"""What liars do to a small model, by attack and by how the members' values become one. No network, no time.
+"""What liars do to a small model, by attack and by how the members' values become one.
 
     python benchmarks/liars.py [--quick] [--attack TEXT] [--seeds N] [--json FILE]
 
@@ -36,8 +36,11 @@ samples at the end, that of the same run if nobody lies (clean), that if the lia
 liars and how many others are no members of the roster at the end, and how many others do not vote; with several
 seeds, the medians, and the lowest and highest loss. JSON: a list of `{peers, optimizer, attack, liars, defence,
 heldout_loss, clean_loss, absent_loss, lowest_loss, highest_loss, lost_standing, honest_lost_standing,
-honest_lost_votes}`. At last the table of the docs, and what a reducer pays for centered clipping: the time of one
-core for a million values, in chunks of the default size.
+honest_lost_votes, overhead_time, overhead_bytes}`. At last the table of the docs, and what a defence costs where nobody
+lies: for a reducer the time of one core for a million values, in chunks of the default size; and of an all-reduce of
+four and eight real peers (a million values with int8) the CPU time of all peers and the bytes that they send, as a
+share of those of a mean that nobody measures or checks (``overhead_...``; it is not measured of 16 peers, which wait
+for each other in one process).
 """
 
 from __future__ import annotations
@@ -47,12 +50,13 @@ import math
 import statistics
 import timeit
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from _command_line import Parser, json_path, positive_int, run, write_json
+from _defence_cost import Cost, costs
 
 from manyhands.averaging.allreduce import partition
 from manyhands.averaging.allreduce.centered_clip import centered_clip
@@ -74,6 +78,8 @@ NUM_STEPS, NUM_STEPS_QUICK = 300, 60
 FIRST_SEED = 7
 GROUPS = [(4, 1), (8, 1), (8, 3), (16, 7)]
 """How many peers, and how many of them lie."""
+MEASURED = (4, 8)
+"""Groups of which the cost of a defence is measured."""
 ANYBODY = limits.MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 
 Vectors = Sequence[torch.Tensor]
@@ -346,11 +352,18 @@ def trained(
     return Trained(loss, len(lost & liars), len(lost - liars), len(set(ids) - roster.voters - liars))
 
 
-def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def rows(
+    num_steps: int,
+    wanted: str,
+    num_seeds: int,
+    groups: Sequence[tuple[int, int]],
+    cost_of: Mapping[tuple[int, str], Cost],
+) -> list[dict[str, Any]]:
     """The rows of the attacks that are wanted.
 
     Args:
         groups: how many peers, and how many of them lie.
+        cost_of: by number of peers and defence.
     """
     found: list[dict[str, Any]] = []
     names = [wanted] if wanted in ATTACKS else [name for name in ATTACKS if wanted in name]
@@ -374,6 +387,7 @@ def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int
                     if defence_name == ("unchecked" if attack.reduce is None else "mean"):
                         continue
                     runs = train(num_peers, num_liars, attack, defence, optimizer)
+                    cost = cost_of.get((num_peers, defence_name))
                     row: dict[str, Any] = {
                         "peers": num_peers,
                         "optimizer": optimizer,
@@ -388,6 +402,8 @@ def rows(num_steps: int, wanted: str, num_seeds: int, groups: Sequence[tuple[int
                         "lost_standing": statistics.median(one.liars_lost for one in runs),
                         "honest_lost_standing": statistics.median(one.others_lost for one in runs),
                         "honest_lost_votes": statistics.median(one.votes_lost for one in runs),
+                        "overhead_time": cost.time if cost is not None else None,
+                        "overhead_bytes": cost.bytes if cost is not None else None,
                     }
                     found.append({key: round(one, 3) if isinstance(one, float) else one for key, one in row.items()})
                     text = "{peers} peers, {liars} lie, {optimizer:4} {attack:16} {defence:13}: {heldout_loss:.3f} "
@@ -427,7 +443,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cost(num_members: int) -> str:
+def reducer_cost(num_members: int) -> str:
     """What centered clipping and the plain mean of a chunk take, in one thread."""
     values = torch.randn(num_members, partition.CHUNK_NUMEL)
     weights = torch.ones(num_members)
@@ -451,10 +467,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     groups = GROUPS if options.quick else [*GROUPS, (16, 1), (16, 3), (16, 5)]
-    found = rows(NUM_STEPS_QUICK if options.quick else NUM_STEPS, options.attack, options.seeds, groups)
+    cost_of = {(num_peers, name): one for num_peers in MEASURED for name, one in costs(num_peers).items()}
+    num_steps = NUM_STEPS_QUICK if options.quick else NUM_STEPS
+    found = rows(num_steps, options.attack, options.seeds, groups, cost_of)
     if not options.attack:
         print(table(found))
-    print("for a million values:", *map(cost, (4, 8, 16)), sep="\n")
+    print("for a million values:", *map(reducer_cost, (4, 8, 16)), sep="\n")
+    for (num_peers, name), one in cost_of.items():
+        print(f"an all-reduce of {num_peers} peers: {name} {one.time:+.1%} CPU time, {one.bytes:+.2%} bytes")
     write_json(options.json, found)
 
 
