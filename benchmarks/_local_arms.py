@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from _local_tasks import MAX_GRAD_NORM, Batch, BySamples, joined, rate_factor
 
+from manyhands.averaging.codecs import Sparse, Unsent, plan_of
+
 FALLS_FROM = 0.7  # the share of the averages after which a falling outer rate falls, in a line
 FIRST = 3  # averages whose figures stand by themselves
 
@@ -25,6 +27,7 @@ class Rule:
             each peer changes other rows.
         muon: the inner optimizer is Muon for the matrices of the layers, and AdamW for the rest.
         parts: relative sizes of the peers' batches; together they have as many samples as equal ones.
+        sparse: how the peers' changes travel, with what was not sent before; None if as they are.
         squared: a peer counts by its samples squared over its steps instead of by its samples.
     """
 
@@ -33,6 +36,7 @@ class Rule:
     falls_to: float = 1.0
     restores_norm: bool = False
     muon: bool = False
+    sparse: Sparse | None = None
     parts: tuple[int, ...] = (1, 1, 1, 1)
     squared: bool = False
 
@@ -159,6 +163,7 @@ def train_apart(
     sizes, weights, num_peers, seen = rule.sizes(batch_size), rule.weights(batch_size), len(rule.parts), Seen()
     agreed, peers = new_model(), [new_model() for _ in rule.parts]
     inner = [new_inner(model) for model in peers]
+    unsent = [Sender(agreed, rule.sparse) for _ in peers] if rule.sparse is not None else []
     outer = torch.optim.SGD(agreed.parameters(), rule.rate, rule.momentum, nesterov=rule.momentum > 0)
     for step in range(num_steps):
         batches = [batch(peer, step) for peer in range(num_peers)]
@@ -168,29 +173,55 @@ def train_apart(
             inner_step(model, optimizer, its, seen)
         if (step + 1) % num_local == 0:
             outer.param_groups[0]["lr"] = rule.rate_at((step + 1) // num_local, num_steps // num_local)
-            average(rule, agreed, peers, weights, seen)
+            average(rule, agreed, peers, weights, seen, unsent)
             outer.step()
             for model in peers:
                 model.load_state_dict(agreed.state_dict())
     return agreed, seen
 
 
+class Sender:
+    """One peer's changes as the others receive them with a sparse codec."""
+
+    def __init__(self, model: torch.nn.Module, sparse: Sparse) -> None:
+        self._plan = plan_of([value.shape for value in model.parameters()], sparse)
+        self._unsent = Unsent(self._plan)
+
+    def sent(self, change_N: torch.Tensor) -> torch.Tensor:
+        encoded = torch.empty(self._plan.num_bytes(0, change_N.numel()), dtype=torch.uint8)
+        self._unsent.encode(change_N, 0, encoded)
+        self._unsent.commit()
+        sent_N = torch.empty_like(change_N)
+        self._plan.decode(encoded, 0, sent_N)
+        return sent_N
+
+
 @torch.no_grad()
 def average(
-    rule: Rule, agreed: torch.nn.Module, peers: Sequence[torch.nn.Module], weights: Sequence[float], seen: Seen
+    rule: Rule,
+    agreed: torch.nn.Module,
+    peers: Sequence[torch.nn.Module],
+    weights: Sequence[float],
+    seen: Seen,
+    senders: Sequence[Sender],
 ) -> None:
     """Put the mean change into the agreed model's gradients."""
-    changes: list[list[torch.Tensor]] = [[] for _ in peers]
-    for (name, parameter), *own in zip(
-        agreed.named_parameters(), *(model.parameters() for model in peers), strict=True
+    own = [parameter.flatten() for parameter in agreed.parameters()]
+    agreed_N = torch.cat(own)
+    changes = [agreed_N - torch.cat([value.flatten() for value in model.parameters()]) for model in peers]
+    mean_N = torch.stack([weight * change for weight, change in zip(weights, changes, strict=True)]).sum(0)
+    seen.note(changes, mean_N)
+    if senders:
+        changes = [sender.sent(change) for sender, change in zip(senders, changes, strict=True)]
+        mean_N = torch.stack([weight * change for weight, change in zip(weights, changes, strict=True)]).sum(0)
+    sizes = [value.numel() for value in own]
+    for (name, parameter), mean, *its in zip(
+        agreed.named_parameters(),
+        torch.split(mean_N, sizes),
+        *(torch.split(change, sizes) for change in changes),
+        strict=True,
     ):
-        its = [parameter - value for value in own]
-        mean = torch.stack([weight * change for weight, change in zip(weights, its, strict=True)]).sum(0)
-        for flat, change in zip(changes, its, strict=True):
-            flat.append(change.flatten())
-        parameter.grad = mean
+        parameter.grad = mean.view_as(parameter)
         if rule.restores_norm and not is_embedding(name):
             wanted = sum(weight * float(change.norm()) for weight, change in zip(weights, its, strict=True))
-            parameter.grad = mean * (wanted / max(float(mean.norm()), 1e-12))
-    flats = [torch.cat(flat) for flat in changes]
-    seen.note(flats, torch.stack([weight * flat for weight, flat in zip(weights, flats, strict=True)]).sum(0))
+            parameter.grad = parameter.grad * (wanted / max(float(mean.norm()), 1e-12))

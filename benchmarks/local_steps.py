@@ -24,6 +24,7 @@ is shown by tests/simulation/test_local_identities.py). They compare what the ou
   arm-plain, arm-nesterov   as above; arm-mild is (lr 0.28, momentum 0.5), arm-1.4 and arm-2 are rates of SGD
   arm-...-falling           the outer rate falls in the last 30% of the averages
   arm-norm                  the mean of each tensor gets the mean of the peers' norms, except embeddings
+  arm-sparse-...      sparse changes, with outer rates, without decay of what is not sent, with 256 values of each 4096
   arm-muon, one-muon        Muon as the inner optimizer of the matrices
   arm-unequal               batches of 1, 1, 2 and 4 parts; -squared weighs them by samples squared over steps
 
@@ -169,6 +170,11 @@ MODES = [
     Mode("arm-1.4-falling", 30, rule=Rule(1.4, falls_to=0.7)),
     Mode("arm-nesterov-falling", 30, rule=Rule(0.7, 0.9, falls_to=0.3)),
     Mode("arm-norm", 30, rule=Rule(restores_norm=True)),
+    Mode("arm-sparse", 30, rule=Rule(sparse=Sparse())),
+    Mode("arm-sparse-1.4", 30, rule=Rule(1.4, sparse=Sparse())),
+    Mode("arm-sparse-2", 30, rule=Rule(2.0, sparse=Sparse())),
+    Mode("arm-sparse-keeps", 30, rule=Rule(sparse=Sparse(decay=1.0))),
+    Mode("arm-sparse-256", 30, rule=Rule(sparse=Sparse(top=256))),
     Mode("arm-muon", 30, rule=Rule(muon=True)),
     Mode("arm-unequal", 30, rule=Rule(parts=(1, 1, 2, 4))),
     Mode("arm-unequal-squared", 30, rule=Rule(parts=(1, 1, 2, 4), squared=True)),
