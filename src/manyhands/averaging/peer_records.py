@@ -149,6 +149,7 @@ class PeerRecords:
         own: what this peer would publish now; only a peer that publishes has it.
         published: its last record, and when it was published (loop time); None if no holder stored it.
         num_failures: consecutive failures to publish it.
+        num_held: how many records there are, as the last read or a holder says.
         last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
     """
 
@@ -170,6 +171,7 @@ class PeerRecords:
         self._observed: Mapping[PeerId, SeenRecord] = {}
         self._observed_until = -math.inf  # loop time
         self._version = 0
+        self.num_held = 0
         self.last_said_goodbye = False
         self._parts: deque[tuple[int, int, int]] = deque(maxlen=NUM_PARTS)  # records that count, shown and held
 
@@ -211,7 +213,22 @@ class PeerRecords:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
+        self._take_in_others(answer, len(answer))
+
+    async def refresh_named(self, names: Collection[PeerId], most: int, *, quickly: bool = False) -> None:
+        """Read the records of these peers, and of some random ones, which stand for themselves alone.
+
+        Args:
+            most: number of random peers; see :meth:`manyhands.dht.DhtNode.get_part`.
+            quickly: as for :meth:`refresh`, which has the error, too.
+        """
+        named = await self._dht.get(self._key, quickly=quickly, owners=names)
+        part = await self._dht.get_part(self._key, most)
+        self._take_in_others(part.values | named, part.num_held)
+
+    def _take_in_others(self, answer: Mapping[str, StoredValue], num_held: int) -> None:
         self._take_in_all(answer)
+        self.num_held = num_held
         self._sequences = {
             peer: number for peer, number in self._sequences.items() if peer in answer or peer in self._seen
         }

@@ -95,7 +95,7 @@ class Reader:
         """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
-        found = self._begun(key, self._storage.get(key, now), only)
+        found = self._begun(key, self._storage.get(key, now, only), only)
         names = found.looked_for.names(self._rng)
         if not await self._read_at_some(key, found, names, quickly):
             found.forget_shown()
@@ -113,13 +113,12 @@ class Reader:
         now = asyncio.get_running_loop().time()
         replicas = self._holder_cache.recall_complete(key, now)
         after = peer_id_from_public_key(self._rng.randbytes(32))
+        part, _ = self._storage.page(key, after, now, most=most)
+        found = self._begun(key, part)
         if self._own_id in replicas:  # no request is needed
-            part, _ = self._storage.page(key, after, now, most=most)
-            found = self._begun(key, part)
             found.num_shown, found.num_held = len(part), self._storage.num_held(key, now)
             return found
         schema, before = self._schemas.get(key), self._read.get(key, {})
-        found = self._begun(key, self._storage.get(key, now))
         names = found.looked_for.names(self._rng)
         is_read = False
         if replicas:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -103,10 +103,11 @@ class Storage:
             and any(held.record.value != TOMBSTONE for held in self._held[f"{topic}.{kind}"].values())
         }
 
-    def get(self, key: str, now: float) -> list[Held]:
-        """Return the records of a key that have not expired, including tombstones."""
+    def get(self, key: str, now: float, owners: Collection[str] | None = None) -> list[Held]:
+        """Return the records of a key that have not expired, including tombstones; of some owners, or of all."""
         self.expire(now)
-        return list(self._held.get(key, {}).values())
+        held = self._held.get(key, {})
+        return list(held.values()) if owners is None else [held[owner] for owner in held.keys() & set(owners)]
 
     def page(
         self,

@@ -138,6 +138,27 @@ async def test_of_many_strangers_some_count_whoever_came_first_and_peers_of_the_
         assert run.tracker.observed().keys() - {BOB} == counting, "the lots stay the same"
 
 
+async def test_among_more_strangers_than_may_count_only_peers_that_count_and_some_others_are_read() -> None:
+    """Else each read would take as long as all the records that strangers may store."""
+    async with run_of_one() as run:
+        run.members_are(BOB, run.endpoint.peer_id)
+        run.tracker.move(HERE, 0, [BOB, run.endpoint.peer_id])
+        run.put_many(50 * MIN_STRANGERS)
+        await run.hears(BOB)
+        assert (run.dht.num_reads, run.dht.num_parts) == (1, 0)
+        counting = run.tracker.observed().keys()
+        run.put_many(50 * MIN_STRANGERS, samples=1)
+        await run.hears(BOB, samples=2)
+        assert (run.dht.num_reads, run.dht.num_parts) == (1, 1)
+        assert {record.samples for record in run.tracker.records().values()} == {1, 2}, "those that count are read"
+        assert len(run.tracker.observed().keys() & counting) > MIN_STRANGERS / 2, "lots decide, not who came last"
+        assert run.tracker.num_peers_here() == MIN_STRANGERS + 2
+        run.dht.records[KEY] = {BOB: run.dht.records[KEY][BOB]}
+        await run.tracker.refresh()
+        await run.tracker.refresh()
+        assert (run.dht.num_reads, run.dht.num_parts) == (2, 2), "the strangers have left"
+
+
 async def test_auxiliary_peers_of_the_last_round_are_no_strangers() -> None:
     """They bring no samples, so the roster has none of them; where all trainers are clients, they alone can lead."""
     async with run_of_one() as run:

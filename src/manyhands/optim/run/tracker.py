@@ -322,8 +322,16 @@ class ProgressTracker(ProgressReader):
             await asyncio.gather(quick, whole, return_exceptions=True)
 
     async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them."""
-        await self._judged_after(super().refresh(quickly=quickly))
+        """Read the others' records now; with ``quickly`` from only one of the DHT nodes that hold them.
+
+        If there are more than can count, those of peers that count are read, and of some random others.
+        """
+        known = self._known_peers()
+        if known is None or self.num_held <= len(known) + _most_strangers(known):
+            read = super().refresh(quickly=quickly)
+        else:
+            read = super().refresh_named(known | self._seen.keys(), MIN_STRANGERS, quickly=quickly)
+        await self._judged_after(read)
         if not quickly:
             self._wholly_read_at = self._read_at
 
@@ -364,17 +372,22 @@ class ProgressTracker(ProgressReader):
         await self.refresh_part(SAMPLE, self.branches.belief.initial_peers().union(leaders))
 
     def _surplus(self) -> Collection[PeerId]:
-        """The peers outside of the roster beyond those that may count, drawn by lot; see ``MIN_STRANGERS``.
+        """The peers outside of the roster beyond those that may count, drawn by lot; see ``MIN_STRANGERS``."""
+        known = self._known_peers()
+        if known is None or len(strangers := self._seen.keys() - known) <= (most := _most_strangers(known)):
+            return ()
+        return sorted(strangers, key=self._lot)[most:]
+
+    def _known_peers(self) -> set[PeerId] | None:
+        """The peers that are no strangers, and always count; None if all count.
 
         A grid needs the seats of all, and a peer that has made no step cannot tell strangers from others.
         """
         roster = self.roster()
         if not (self.branches.belief.has_stepped and roster.members) or self.own.seat.layout.sides:
-            return ()
+            return None
         # of the last round, auxiliary peers too: the roster has none of them
-        known = {*roster.standings, *roster.former, *self._left[1], *self.branches.belief.initial_peers()}
-        strangers, most = self._seen.keys() - known, max(MIN_STRANGERS, len(known))
-        return sorted(strangers, key=self._lot)[most:] if len(strangers) > most else ()
+        return {*roster.standings, *roster.former, *self._left[1], *self.branches.belief.initial_peers()}
 
     def _lot(self, peer_id: PeerId) -> bytes:
         """A number that is the same each time, and that nobody else can know: nor does it say who came first."""
@@ -662,6 +675,10 @@ class ProgressTracker(ProgressReader):
         if not self.own.is_client:
             hosts.add(self._endpoint.peer_id)
         return next((peer_id for peer_id in self.roster().leaders(hosts) if peer_id in hosts), None)
+
+
+def _most_strangers(known: Collection[PeerId]) -> int:
+    return max(MIN_STRANGERS, len(known))
 
 
 def _has_seat(record: PeerRecord) -> bool:
