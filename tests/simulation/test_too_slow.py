@@ -23,7 +23,6 @@ from manyhands.base.errors import RoundAborted, TooSlow
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, links, stream
-from tests.simulation.swarm_of_trainers import Member, Swarm
 from tests.swarm import FixedMeeting
 
 NUM_PEERS = 8
@@ -223,37 +222,3 @@ def test_a_round_that_cannot_fit_says_the_size_the_rate_the_time_and_what_to_cha
         given = said.partition("give all peers of the run one of these: ")[2]
         assert [option for option in options if option in given] == options, said
         assert "codec='none'" not in given
-
-
-def test_a_peer_that_is_too_slow_for_its_own_values_stops_nobody_once_the_third_one_leaves() -> None:
-    """It holds no result, so the one that is left would wait for its vote in vain; it knows that, and gives it up.
-
-    Its values take it 29 s of the 30 of a round.
-    """
-    swarm, steps_at = Swarm(seed=1), list[float]()
-    ends_s, leaves_s, width = 300.0, 120.0, 300
-
-    def train(member: Member) -> None:
-        clock, seen = member.peer.time, 0
-        while clock() < (leaves_s if member.name == "leaves" else ends_s):
-            member.step(member.model(torch.ones(width)).square().mean())
-            if member.name == "fast" and member.optimizer.global_step > seen:
-                seen = member.optimizer.global_step
-                steps_at.append(clock())
-        if member.name == "leaves":
-            member.optimizer.close()
-
-    for name, up_mbit_s in (("fast", 50.0), ("leaves", 50.0), ("slow", 0.1)):
-        swarm.start(
-            name,
-            lambda: torch.nn.Linear(width, width),
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            train,
-            target_batch_size=36,
-            batch_size_per_step=4,
-            averaging=AveragingConfig(codec="none", matchmaking_time_s=10.0, averaging_timeout_s=30.0),
-        )
-        swarm.world.network.set_bandwidth(name, up_mbit_s=up_mbit_s, down_mbit_s=50.0)
-    swarm.run(2 * ends_s)
-    assert sum(at < leaves_s for at in steps_at) >= 10
-    assert sum(at > leaves_s for at in steps_at) >= 15, "none, where it keeps its vote"

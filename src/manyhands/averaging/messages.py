@@ -97,7 +97,6 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         is_met: whether all other members can exchange with it although it is a client, as the leader says.
         is_punchable: of a client: whether it knows where its connections come from, so that other clients can connect
             to it without a relay.
-        gives_up_vote: whether it says that its vote should not be waited for, as it lately held no result.
         norm: the L2 norm of its values, as it says; 0 if it does not say, as in rounds that do not clip.
         scale: the factor with which its values count; not sent, as it follows from the norms (:mod:`.round.limits`).
     """
@@ -110,7 +109,6 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     may_reduce: bool = True
     is_met: bool = False
     is_punchable: bool = False
-    gives_up_vote: bool = False
     norm: Norm = 0.0
     scale: Scale = 1.0
 

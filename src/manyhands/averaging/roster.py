@@ -324,23 +324,17 @@ class Roster(msgspec.Struct, frozen=True):
         """Whether guests are waited for as long as a step takes: recent rounds were without any trouble."""
         return not any(self.trouble)
 
-    def hurried(self, group: Collection[PeerId], voters: Collection[PeerId]) -> set[PeerId]:
+    def hurried(self, group: Collection[PeerId]) -> set[PeerId]:
         """The peers of a group for which nobody waits long in its round.
 
-        They are guests that were at fault or doubted, after trouble all guests, and voters that gave up their vote; but
-        those that vote only where the other voters are enough for a result. None, if no voter of the run is in the
-        group.
-
-        Args:
-            voters: the peers of the group that vote in its round.
+        They are guests that were at fault or doubted, and after trouble all guests; but those that vote only where the
+        other voters are enough for a result. None, if no voter is in the group.
         """
-        voters_here = self.voters.intersection(group)
-        if not voters_here:
+        voters = self.voters.intersection(group)
+        if not voters:
             return set()
         hurried = {peer_id for peer_id in group if self._is_hurried(self.standings.get(peer_id, Standing()))}
-        hurried |= voters_here.difference(voters)
-        are_enough = 2 * len(set(voters) - hurried) > len(voters)
-        return hurried if are_enough else hurried.difference(voters)
+        return hurried if 2 * len(voters - hurried) > len(voters) else hurried - voters
 
     def _is_hurried(self, standing: Standing) -> bool:
         return not standing.is_member and bool(standing.faults or standing.doubted_by or self.num_troubled > 0)

@@ -298,8 +298,7 @@ class RoundRunner:
             manifest = verdict.manifest if verdict is not None else None
             means = contribution.means if manifest is not None and contribution.manifest == manifest else None
             blamed = verdict.blamed if verdict is not None else ()
-            lacking = contribution.lacking if manifest is not None and means is None else ()
-            self.matchmaker.round_over(group, blamed, is_committed=means is not None, lacking=lacking)
+            self.matchmaker.round_over(group, blamed, is_committed=means is not None)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
             self._meter.num_bytes_sent += driver.num_bytes_sent

@@ -178,12 +178,7 @@ class Butterfly:
     @property
     def is_whole(self) -> bool:
         """Whether all means are there."""
-        return not self.lacking
-
-    @property
-    def lacking(self) -> set[int]:
-        """The reducers some of whose means are not there, by rank."""
-        return self.partition.reducers - self._presents().keys()
+        return self.partition.reducers <= self._presents().keys()
 
     def parts(self) -> list[SpanResult]:
         """The contributors to each part of the vector, as in a manifest. Requires :attr:`is_whole`."""

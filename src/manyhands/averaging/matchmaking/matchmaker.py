@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -110,7 +110,6 @@ class Matchmaker:
         self._reaching: set[PeerId] = set()
         self._greeting: asyncio.Task[None] | None = None
         self._was_in_group = False
-        self._gives_up_vote = False
         self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._ended_at = -math.inf  # loop time when the last search ended
@@ -161,7 +160,6 @@ class Matchmaker:
             bandwidth,
             may_reduce,
             is_punchable=self._endpoint.client_mode and self._endpoint.outside.is_known,
-            gives_up_vote=self._gives_up_vote,
             norm=norm,
         )
         found: asyncio.Future[Group] = self._loop.create_future()
@@ -183,20 +181,9 @@ class Matchmaker:
             found.cancel()
             self._stop_asking()
 
-    def round_over(
-        self, group: Group, blamed: Sequence[PeerId], *, is_committed: bool, lacking: Collection[int] = ()
-    ) -> None:
-        """Note whether the round of a group gave this peer a result, and which members are to blame for a fault.
-
-        Args:
-            lacking: if the others committed and this peer has no result: the reducers whose means have not come, by
-                rank. Once they are most of the other voters of the run, this peer's own line is at fault, and it gives
-                up its vote until it holds a result.
-        """
+    def round_over(self, group: Group, blamed: Sequence[PeerId], *, is_committed: bool) -> None:
+        """Note whether the round of a group gave this peer a result, and which members are to blame for a fault."""
         others = {member.peer_id for member in group.members} - {self._endpoint.peer_id}
-        of_run = self.roster.voters - {self._endpoint.peer_id} if self.roster is not None else others
-        lacking_of = of_run.intersection(group.members[rank].peer_id for rank in lacking)
-        self._gives_up_vote = not is_committed and (self._gives_up_vote or 2 * len(lacking_of) > len(of_run))
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
         self._on(matchmaking_machine.RoundOver(group.leader, is_committed))
@@ -213,13 +200,9 @@ class Matchmaker:
         return self._meeting.attendees().roster
 
     def voters(self, group: Sequence[Member]) -> set[int]:
-        """The ranks whose votes count in a round: the voters of the run, or all if none of them is in the group.
-
-        Of these, those that give up their vote do not count, unless all do.
-        """
-        of_run = self.roster.voters if self.roster is not None else frozenset()
-        voters = {rank for rank, one in enumerate(group) if one.peer_id in of_run} or set(range(len(group)))
-        return {rank for rank in voters if not group[rank].gives_up_vote} or voters
+        """The ranks whose votes count in a round: the voters of the run; all, if none of them is in the group."""
+        voters = self.roster.voters if self.roster is not None else frozenset()
+        return {rank for rank, one in enumerate(group) if one.peer_id in voters} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> dict[int, float]:
         """The ranks of those for whom nobody waits long in a round, each with for how many seconds it may be the last.
@@ -229,8 +212,7 @@ class Matchmaker:
         roster = self.roster
         if roster is None:
             return {}
-        voters = {group[rank].peer_id for rank in self.voters(group)}
-        hurried = roster.hurried([member.peer_id for member in group], voters)
+        hurried = roster.hurried([member.peer_id for member in group])
         return {
             rank: MOMENT_S if roster.was_often_at_fault(member.peer_id) else TWO_ANSWERS_S
             for rank, member in enumerate(group)

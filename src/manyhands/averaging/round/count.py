@@ -15,9 +15,8 @@ anything else                                               abort
 
 The *voters* are those of the run's roster that are in the group (``Matchmaker.voters``); where none is, all of
 the group. If they are not more than half of the roster, the round commits all the same, but changes no standing: only
-turns to lead and trouble are noted (``averaging/roster.py``). A voter whose line is too slow for rounds gives its vote
-up itself. What guests hold and say does not count: identities are free, so otherwise as many guests as the run has
-members could stop every round.
+turns to lead and trouble are noted (``averaging/roster.py``). What guests hold and say does not count: identities are
+free, so otherwise as many guests as the run has members could stop every round.
 
 Two members do not hear each other if one complains of the other, or if one holds other means of the other's span than
 most do. So a reducer that sends different means to different members is left out of the next exchange, unless more than

@@ -69,7 +69,6 @@ class Contribution:
         is_robust: whether the members' values become one by centered clipping.
         means: the means of the last exchange; None if this member lacks some.
         manifest: the manifest with which the group would commit these means; None without them.
-        lacking: ranks of reducers whose means did not come in the last exchange.
         outsized: ranks of members whose values are not finite, or too large.
         usual_norm: median norm of the members' values; 0 if they were not measured.
     """
@@ -88,7 +87,6 @@ class Contribution:
     is_robust: bool
     means: Means | None = None
     manifest: RoundManifest | None = None
-    lacking: set[int] = field(default_factory=set)
     outsized: set[int] = field(default_factory=set)
     usual_norm: float = 0.0
 
@@ -109,7 +107,6 @@ class Contribution:
 
     def vote(self, butterfly: Butterfly, members: Collection[int], exchange: int, failure: RoundAborted | None) -> Vote:
         """The vote on the result of an exchange that has ended, with what failed in it."""
-        self.lacking = butterfly.lacking - {self.rank}
         complaints = list(butterfly.faults.values())
         is_own_fault = isinstance(failure, InvalidContribution)  # its own values are not finite
         if failure is not None and is_own_fault:
