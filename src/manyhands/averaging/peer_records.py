@@ -32,6 +32,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.rpc import Endpoint
 from manyhands.rpc.ways import PUNCHED
+from manyhands.runtime.concurrently import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class PeerRecords:
         own: what this peer would publish now; only a peer that publishes has it.
         published: its last record, and when it was published (loop time); None if no holder stored it.
         num_failures: consecutive failures to publish it.
-        num_held: how many records there are, as the last read or a holder says.
+        num_held: how many records there are, by the last read of all, or as a holder said since.
         last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
     """
 
@@ -213,7 +214,9 @@ class PeerRecords:
             Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
-        self._take_in_others(answer, len(answer))
+        self._take_in_all(answer)
+        self.num_held = len(answer)
+        self._note_whole(answer.keys())
 
     async def refresh_named(self, names: Collection[PeerId], most: int, *, quickly: bool = False) -> None:
         """Read the records of these peers, and of some random ones, which stand for themselves alone.
@@ -222,15 +225,25 @@ class PeerRecords:
             most: number of random peers; see :meth:`manyhands.dht.DhtNode.get_part`.
             quickly: as for :meth:`refresh`, which has the error, too.
         """
-        named = await self._dht.get(self._key, quickly=quickly, owners=names)
-        part = await self._dht.get_part(self._key, most)
-        self._take_in_others(part.values | named, part.num_held)
 
-    def _take_in_others(self, answer: Mapping[str, StoredValue], num_held: int) -> None:
-        self._take_in_all(answer)
-        self.num_held = num_held
+        async def read_named() -> Mapping[str, StoredValue]:
+            named = await self._dht.get(self._key, quickly=quickly, owners=names)
+            self._take_in_all(named)  # also if the other read fails
+            return named
+
+        async def read_others() -> Mapping[str, StoredValue]:
+            part = await self._dht.get_part(self._key, most)
+            self._take_in_all(part.values)
+            self.num_held = part.num_held
+            return part.values
+
+        named, others = await gathered(read_named(), read_others())
+        self._note_whole(named.keys() | others.keys())
+
+    def _note_whole(self, read: Collection[str]) -> None:
+        """Forget earlier estimates, and the numbers of records that are gone."""
         self._sequences = {
-            peer: number for peer, number in self._sequences.items() if peer in answer or peer in self._seen
+            peer: number for peer, number in self._sequences.items() if peer in read or peer in self._seen
         }
         if self._parts:
             self._parts.clear()
@@ -245,6 +258,7 @@ class PeerRecords:
             Unavailable: as :meth:`refresh`.
         """
         part = await self._dht.get_part(self._key, most)
+        self.num_held = part.num_held
         is_partial = part.num_shown < part.num_held
         named = await self._dht.get(self._key, quickly=True, owners=names) if names and is_partial else {}
         self._take_in_all(named | part.values)

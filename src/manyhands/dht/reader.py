@@ -241,7 +241,9 @@ class Reader:
 
     def _note_own_shown(self, found: ReadResult) -> None:
         now = asyncio.get_running_loop().time()
-        found.note_shown(self._own_id, (held.record for held in self._storage.get(found.key, now)))
+        found.note_shown(
+            self._own_id, (held.record for held in self._storage.get(found.key, now, found.looked_for.only))
+        )
 
     async def _read_whole(self, peer_id: PeerId, key: str, found: ReadResult, names: Sequence[str]) -> None:
         """Read all pages of one holder."""

@@ -203,6 +203,19 @@ def test_one_network_does_not_keep_others_out_of_a_key_whatever_key_pairs_it_has
     assert storage.put(owned_record(owner=owners[0], key="other"), NOW + 60, NOW, "10.0.0.1") is Reason.ACCEPTED
 
 
+def test_the_records_of_some_owners_are_those_of_a_page_and_of_a_digest_of_theirs() -> None:
+    storage = Storage(DhtConfig())
+    owners = [Identity.from_seed(bytes([number]) * 32) for number in range(4)]
+    for owner in owners:
+        assert storage.put(owned_record(owner=owner), NOW + 60, NOW) is Reason.ACCEPTED
+    named = [owners[1].peer_id, owners[3].peer_id, PeerId("nobody")]
+    got = storage.get("key", NOW, named)
+    assert {held.record.owner for held in got} == set(named[:2])
+    assert storage.page("key", None, NOW, named)[0] == sorted(got, key=lambda held: held.record.owner)
+    assert storage.digest("key", NOW, named) == digest_of_records(held.record for held in got)
+    assert len(storage.get("key", NOW)) == 4
+
+
 class Members:
     """Alice, and those that are named later."""
 

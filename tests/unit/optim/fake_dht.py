@@ -22,6 +22,7 @@ class FakeDht:
         gate: while it is cleared, readers wait.
         other_holders: while it is cleared, readers from more than one holder wait.
         first_holder: while it is cleared, readers from one holder wait.
+        part_holder: while it is cleared, readers of a part wait.
         inflated: the factor by which a read of a part overstates the number of records.
     """
 
@@ -30,6 +31,7 @@ class FakeDht:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     other_holders: asyncio.Event = field(default_factory=asyncio.Event)
     first_holder: asyncio.Event = field(default_factory=asyncio.Event)
+    part_holder: asyncio.Event = field(default_factory=asyncio.Event)
     num_reads: int = 0
     num_parts: int = 0
     inflated: int = 1
@@ -40,6 +42,7 @@ class FakeDht:
         self.gate.set()
         self.other_holders.set()
         self.first_holder.set()
+        self.part_holder.set()
 
     def put(
         self, key: str, subkey: str, value: Any, *, sequence: int, remaining_s: float = 30.0, owner: str | None = None
@@ -68,6 +71,7 @@ class FakeDht:
         """The records of random subkeys; each read says how many there are."""
         self.num_parts += 1
         await self.gate.wait()
+        await self.part_holder.wait()
         records = self.records.get(key, {})
         shown = self.rng.sample(sorted(records), min(most, len(records)))
         return Part({subkey: records[subkey] for subkey in shown}, len(shown), self.inflated * len(records))

@@ -112,7 +112,7 @@ class Situation:
       *predicted* if they are extrapolated from the records to now.
     - A *branch* is a position that some peers hold; the better one of two has more steps (see :mod:`.branches`).
     - A peer is *expected* at the next round if its record says that it is at this position, and it is not missing.
-      Peers that are barred by the roster count in nothing.
+      One that the roster bars counts as if it were at another position.
     - Another peer *calls* when it has begun a round here, and this peer has not come to it.
     - *Newcomers* are future trainers that download the state from this peer, or did so until a moment ago.
 

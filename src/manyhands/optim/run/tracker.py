@@ -21,6 +21,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
+from manyhands.dht.config import MAX_NAMED
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
@@ -327,10 +328,12 @@ class ProgressTracker(ProgressReader):
         If there are more than can count, those of peers that count are read, and of some random others.
         """
         known = self._known_peers()
-        if known is None or self.num_held <= len(known) + _most_strangers(known):
-            read = super().refresh(quickly=quickly)
+        names = known | self._seen.keys() if known is not None else set()
+        is_crowded = known is not None and self.num_held > len(known) + _most_strangers(known)
+        if is_crowded and len(names) <= MAX_NAMED:
+            read = super().refresh_named(names, MIN_STRANGERS, quickly=quickly)
         else:
-            read = super().refresh_named(known | self._seen.keys(), MIN_STRANGERS, quickly=quickly)
+            read = super().refresh(quickly=quickly)
         await self._judged_after(read)
         if not quickly:
             self._wholly_read_at = self._read_at
