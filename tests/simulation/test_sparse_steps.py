@@ -10,7 +10,7 @@ import torch
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.codecs import Sparse
 from manyhands.base.errors import ConfigError
-from manyhands.optim.local_steps import LocalSteps
+from manyhands.optim.local_steps import SPARSE_RATE, LocalSteps
 from tests.simulation.swarm_of_trainers import Member, Swarm
 from tests.smaller import smaller
 
@@ -64,7 +64,7 @@ def expected(shards: Sequence[Batches]) -> torch.Tensor:
             CODEC.decode(encoded, sent)
             kept[number] = wanted - sent
             mean += sent / len(shards)
-        agreed = agreed - mean
+        agreed = agreed - SPARSE_RATE * mean
     return agreed
 
 

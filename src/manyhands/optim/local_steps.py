@@ -50,6 +50,8 @@ OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
 AGREED = "agreed"
 """Key of agreed parameters in a checkpoint. Only those that differ from the model's parameters are saved."""
+SPARSE_RATE = 1.4
+"""The outer rate for sparse changes: a mean of them is small, as peers send different values."""
 
 
 def nesterov(params: Any) -> torch.optim.Optimizer:
@@ -65,7 +67,8 @@ class LocalSteps:
 
     Attributes:
         outer: makes the outer optimizer, which steps with the averaged change, from a list of parameter groups. The
-            default is ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` makes that of DiLoCo,
+            default is ``SGD(lr=1.0)``, which is plain averaging of parameters, and ``SGD(lr=1.4)`` with ``sparse``
+            (docs/adr/0067-an-outer-rate-for-sparse-changes.md). :func:`nesterov` makes that of DiLoCo,
             for runs with hundreds of averages and hundreds of inner steps between two of them.
         fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
             peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
@@ -92,7 +95,9 @@ class LocalSteps:
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
         """Make the outer optimizer of these parameter groups."""
-        return self.outer(params) if self.outer is not None else torch.optim.SGD(params, lr=1.0)
+        if self.outer is not None:
+            return self.outer(params)
+        return torch.optim.SGD(params, lr=1.0 if self.sparse is None else SPARSE_RATE)
 
     def averaging(self, config: AveragingConfig) -> AveragingConfig:
         """The configuration of the rounds with the codec of sparse changes; ``ConfigError`` if it has another codec."""

@@ -18,7 +18,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim import local_steps
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
+from manyhands.optim.local_steps import KEPT_SHARE, SPARSE_RATE, InnerSteps, LocalReplica, LocalSteps, nesterov
 from manyhands.optim.options import Options, made_scheduler
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.catching_up import MissedStep
@@ -196,6 +196,20 @@ def test_the_facts_of_a_run_name_what_its_peers_must_share() -> None:
     outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.7, momentum=0.9, nesterov=True)
     facts = LocalSteps(nesterov, fragments=2, overlap_steps=5).facts(outer)
     assert facts == {"local_steps": "outer SGD(lr=0.7, momentum=0.9, nesterov=True), 2 fragments, overlap_steps=5"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        (LocalSteps(), 1.0),
+        (LocalSteps(sparse=Sparse()), SPARSE_RATE),
+        (LocalSteps(outer=plain, sparse=Sparse()), 1.0),
+    ],
+)
+def test_the_outer_rate_is_one_and_larger_for_sparse_changes_unless_the_user_says_otherwise(
+    steps: LocalSteps, rate: float
+) -> None:
+    assert steps.make_outer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"] == rate
 
 
 # pseudo-gradients
