@@ -5,8 +5,8 @@
 ===================  =====================================  ======================================================
 who they are         voters of the run's roster; all, if    all others that have a record at this position and
                      none is here, or there is no roster    are connected to this peer
-lead                 first, but those that were demoted     after all members
-                     after the others
+lead                 first; those that were demoted lead    after all members
+                     like guests
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
