@@ -29,7 +29,7 @@ INSTEAD = {
     "delay_state_averaging": "",
     "average_state_every": "",
     "average_opt_statistics": "",
-    "use_local_updates": "local_steps=manyhands.LocalSteps(outer=lambda params: torch.optim.SGD(params, lr=1.0))",
+    "use_local_updates": "local_steps=manyhands.LocalSteps()",
     "reuse_grad_buffers": ": call zero_grad() as in plain torch",
     "client_mode": "client_mode= of manyhands.Peer",
     "grad_compression": "averaging=AveragingConfig(codec=...)",
