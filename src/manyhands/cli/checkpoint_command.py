@@ -94,9 +94,17 @@ def export(
     export_model(path, to)
     print(f"{to}: the model of run {about.run.run_id!r} at global step {about.global_step}. To load it:")  # noqa: T201
     if "config.json" in about.files:
-        print(f'    model = transformers.AutoModel.from_pretrained("{to}")')  # noqa: T201
+        print(f'    model = transformers.{_class_of(to)}.from_pretrained("{to}")')  # noqa: T201
     else:
         print(f'    safetensors.torch.load_model(model, "{to / "model.safetensors"}")')  # noqa: T201
+
+
+def _class_of(folder: Path) -> str:
+    """The class of ``transformers`` that was saved: ``AutoModel`` would leave its heads out."""
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    names = config.get("architectures") if isinstance(config, dict) else None
+    name = names[0] if isinstance(names, list) and names else ""
+    return name if isinstance(name, str) and name.isidentifier() else "AutoModel"
 
 
 def _lines_of(run: RunManifest) -> list[tuple[str, str]]:

@@ -152,3 +152,23 @@ def test_folders_without_a_readable_checkpoint_are_refused_in_one_line(
         assert run(["checkpoint", command, str(path)]) == USAGE
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"architectures": ["AlbertForPreTraining"]}, "AlbertForPreTraining"),
+        ({"architectures": None}, "AutoModel"),
+        ({"architectures": ["os; import os"]}, "AutoModel"),
+        ([], "AutoModel"),
+    ],
+)
+def test_export_names_the_class_that_was_trained_as_the_general_one_has_no_heads(
+    tmp_path: Path, config: object, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointDir(tmp_path / "kept", "my-run").adding(1, RUN) as draft:
+        (draft / "model.safetensors").write_text("")
+        (draft / "config.json").write_bytes(msgspec.json.encode(config))
+    out = tmp_path / "out"
+    assert run(["checkpoint", "export", str(tmp_path / "kept"), "--to", str(out)]) == OK
+    assert f'    model = transformers.{name}.from_pretrained("{out}")\n' in capsys.readouterr().out
