@@ -203,7 +203,7 @@ def average(
     peers: Sequence[torch.nn.Module],
     weights: Sequence[float],
     seen: Seen,
-    senders: Sequence[Sender],
+    senders: Sequence[Sender] = (),
 ) -> None:
     """Put the mean change into the agreed model's gradients."""
     own = [parameter.flatten() for parameter in agreed.parameters()]

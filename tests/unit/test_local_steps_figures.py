@@ -12,8 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from _local_arms import Rule, Seen, average, orthogonal
+from _local_arms import Rule, Seen, Sender, average, orthogonal
 from local_steps import KEY, extra_tokens
+
+from manyhands.averaging.codecs import Sparse
 
 
 def row(mode: str, steps: int, loss: float) -> dict[str, Any]:
@@ -53,6 +55,23 @@ def test_the_restored_mean_has_the_mean_of_the_norms_and_the_direction_of_the_me
     torch.testing.assert_close(gradient, torch.full((1, 2), 0.4 / math.sqrt(2)))
     assert seen.ratios == pytest.approx([1 / math.sqrt(2)])
     assert seen.cosines == pytest.approx([0.0], abs=1e-6)
+
+
+def test_peers_with_sparse_changes_send_the_largest_values_and_the_others_with_the_next_change() -> None:
+    sparse = Sparse(top=1, chunk=4096, bits=2, decay=1.0)
+    agreed, peers = torch.nn.Linear(64, 64, bias=False), [torch.nn.Linear(64, 64, bias=False)]
+    peers[0].load_state_dict(agreed.state_dict())
+    with torch.no_grad():
+        peers[0].weight[0, 0] -= 4.0
+        peers[0].weight[0, 1] -= 2.0
+    sender, rule = Sender(agreed, sparse), Rule(sparse=sparse, parts=(1,))
+    for place, value in ((0, 4.0), (1, 4.0)):  # the second time 2 more were kept from the first one
+        average(rule, agreed, peers, [1.0], Seen(), [sender])
+        assert agreed.weight.grad is not None
+        assert agreed.weight.grad.count_nonzero() == 1
+        assert agreed.weight.grad[0, place].item() == pytest.approx(value, rel=0.01)
+        with torch.no_grad():
+            peers[0].weight[0, 0] = agreed.weight[0, 0]
 
 
 def test_unequal_batches_have_as_many_samples_together_and_weigh_by_their_rule() -> None:

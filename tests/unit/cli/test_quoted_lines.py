@@ -66,7 +66,7 @@ def fixed_text(quote: str, template: str) -> int:
         if at == len(quote):
             return 0
         if quote[at] == ELISION:
-            return max(best(at + 1, place), best(at, place + 1) if place < len(template) else NEVER)
+            return max(best(at + 1, rest) for rest in range(place, len(template) + 1))
         if place == len(template):
             return NEVER
         if template[place] == FIELD:
