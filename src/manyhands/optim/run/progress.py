@@ -373,9 +373,9 @@ class StrandedNotice:
                 "None of the %d peers that train can be dialled (client mode), so they make no step together; "
                 "%s. At least one of them must accept connections: if they are in one network, "
                 "behind one router say, start one of them again with --no-client-mode, and the others dial it there. "
-                "Or a machine without data helps: on the monitor's machine, or any other that accepts connections, "
-                "run: manyhands train --auxiliary %s --initial-peers %s (beside your own training loop: that program "
-                "with Optimizer(auxiliary=True))",
+                "Or a machine without data helps (with a training loop of your own: that program, with "
+                "Optimizer(auxiliary=True)): on the monitor's machine, or any other that accepts connections, "
+                "run: manyhands train --auxiliary %s --initial-peers %s",
                 len(trainers), _whose_gradients_are_kept(trainers), shell_option("--run-id", self._run_id),
                 " ".join(addresses) or "ADDRESS",
             )  # fmt: skip
