@@ -26,8 +26,8 @@ class Rule:
         restores_norm: scales the mean of each tensor up to the mean of its peers' norms, except embeddings, of which
             each peer changes other rows.
         muon: the inner optimizer is Muon for the matrices of the layers, and AdamW for the rest.
-        parts: relative sizes of the peers' batches; together they have as many samples as equal ones.
         sparse: how the peers' changes travel, with what was not sent before; None if as they are.
+        parts: relative sizes of the peers' batches; together they have as many samples as equal ones.
         squared: a peer counts by its samples squared over its steps instead of by its samples.
     """
 
@@ -163,7 +163,7 @@ def train_apart(
     sizes, weights, num_peers, seen = rule.sizes(batch_size), rule.weights(batch_size), len(rule.parts), Seen()
     agreed, peers = new_model(), [new_model() for _ in rule.parts]
     inner = [new_inner(model) for model in peers]
-    unsent = [Sender(agreed, rule.sparse) for _ in peers] if rule.sparse is not None else []
+    senders = [Sender(agreed, rule.sparse) for _ in peers] if rule.sparse is not None else []
     outer = torch.optim.SGD(agreed.parameters(), rule.rate, rule.momentum, nesterov=rule.momentum > 0)
     for step in range(num_steps):
         batches = [batch(peer, step) for peer in range(num_peers)]
@@ -173,7 +173,7 @@ def train_apart(
             inner_step(model, optimizer, its, seen)
         if (step + 1) % num_local == 0:
             outer.param_groups[0]["lr"] = rule.rate_at((step + 1) // num_local, num_steps // num_local)
-            average(rule, agreed, peers, weights, seen, unsent)
+            average(rule, agreed, peers, weights, seen, senders)
             outer.step()
             for model in peers:
                 model.load_state_dict(agreed.state_dict())
@@ -196,6 +196,10 @@ class Sender:
         return sent_N
 
 
+def weighted(weights: Sequence[float], changes: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([weight * change for weight, change in zip(weights, changes, strict=True)]).sum(0)
+
+
 @torch.no_grad()
 def average(
     rule: Rule,
@@ -209,11 +213,11 @@ def average(
     own = [parameter.flatten() for parameter in agreed.parameters()]
     agreed_N = torch.cat(own)
     changes = [agreed_N - torch.cat([value.flatten() for value in model.parameters()]) for model in peers]
-    mean_N = torch.stack([weight * change for weight, change in zip(weights, changes, strict=True)]).sum(0)
+    mean_N = weighted(weights, changes)
     seen.note(changes, mean_N)
     if senders:
         changes = [sender.sent(change) for sender, change in zip(senders, changes, strict=True)]
-        mean_N = torch.stack([weight * change for weight, change in zip(weights, changes, strict=True)]).sum(0)
+        mean_N = weighted(weights, changes)
     sizes = [value.numel() for value in own]
     for (name, parameter), mean, *its in zip(
         agreed.named_parameters(),

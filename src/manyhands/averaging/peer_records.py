@@ -216,7 +216,7 @@ class PeerRecords:
         answer = await self._dht.get(self._key, quickly=quickly)
         self._take_in_all(answer)
         self.num_held = len(answer)
-        self._note_whole(answer.keys())
+        self._forget_outdated(answer.keys())
 
     async def refresh_named(self, names: Collection[PeerId], most: int, *, quickly: bool = False) -> None:
         """Read the records of these peers, and of some random ones, which stand for themselves alone.
@@ -238,10 +238,10 @@ class PeerRecords:
             return part.values
 
         named, others = await gathered(read_named(), read_others())
-        self._note_whole(named.keys() | others.keys())
+        self._forget_outdated(named.keys() | others.keys())
 
-    def _note_whole(self, read: Collection[str]) -> None:
-        """Forget earlier estimates, and the numbers of records that are gone."""
+    def _forget_outdated(self, read: Collection[str]) -> None:
+        """After a read that was no sample: forget the samples, and the sequence numbers of records that are gone."""
         self._sequences = {
             peer: number for peer, number in self._sequences.items() if peer in read or peer in self._seen
         }

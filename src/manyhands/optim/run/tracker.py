@@ -327,16 +327,21 @@ class ProgressTracker(ProgressReader):
 
         If there are more than can count, those of peers that count are read, and of some random others.
         """
-        known = self._known_peers()
-        names = known | self._seen.keys() if known is not None else set()
-        is_crowded = known is not None and self.num_held > len(known) + _most_strangers(known)
-        if is_crowded and len(names) <= MAX_NAMED:
+        if names := self._names_among_many():
             read = super().refresh_named(names, MIN_STRANGERS, quickly=quickly)
         else:
             read = super().refresh(quickly=quickly)
         await self._judged_after(read)
         if not quickly:
             self._wholly_read_at = self._read_at
+
+    def _names_among_many(self) -> set[PeerId]:
+        """The peers to read by name where more records are held than can count; none where all are read."""
+        known = self._known_peers()
+        if known is None or self.num_held <= len(known) + _most_strangers(known):
+            return set()
+        names = known | self._seen.keys()
+        return names if len(names) <= MAX_NAMED else set()  # of more, a holder would be asked for random ones
 
     async def refresh_part(self, most: int, names: Collection[PeerId]) -> None:
         await self._judged_after(super().refresh_part(most, names))
