@@ -31,12 +31,15 @@ def join(
     run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
     text: Annotated[
         tuple[Path, ...],
-        Parameter(help="UTF-8 text files to train on; by default the English documentation that comes with Python."),
+        Parameter(
+            help="UTF-8 text files to train on; by default the data of the run, from this machine or from its address."
+        ),
     ] = (),
     dataset_path: Annotated[
         Path | None,
         Parameter(
-            help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext, if it exists."
+            help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext, if it exists and "
+            "the run trains on it."
         ),
     ] = None,
     dataset_url: Annotated[

@@ -16,7 +16,8 @@ SCHEMA_VERSION = 1
 """Version of the JSON of all classes here. It is raised when a field is removed or redefined, not when one is added."""
 
 PeerState = Literal["training", "averaging", "gone", "left"]
-"""A peer that said goodbye has ``left``. A peer that did not, and has published nothing for 15 s, is ``gone``."""
+"""A peer that said goodbye has ``left``. A peer that did not, and has published nothing for 13.5 s (longer with a long
+``progress_ttl_s``), is ``gone``."""
 
 Reachability = Literal["direct", "punched", "relayed", "client", "auxiliary"]
 """A peer that others can dial is ``direct``. One that they cannot dial is ``punched`` if it has a direct

@@ -45,7 +45,7 @@ class _RunCollector(Collector):
         committed = CounterMetricFamily("manyhands_committed_samples", text, labels=["run_id", "unit"])
         committed.add_metric([picture.run_id, picture.unit], picture.committed_samples)
         yield committed
-        text = "Aborted rounds since the start of the monitor."
+        text = "Events of aborted rounds since the start of the monitor; one round may have several."
         aborted = CounterMetricFamily("manyhands_rounds_aborted", text, labels=["run_id"])
         aborted.add_metric([picture.run_id], self._num_aborted)
         yield aborted
