@@ -5,21 +5,24 @@
 Events come every 0.5 to 2 s, from the 15th second on: a process is killed, stopped for a while, interrupted or started,
 or it gets a slow line or a wrong clock. They follow from the seed alone; what the peers make of them depends on the
 machine. At any time at least three peers have run undisturbed for 15 s, so the state of the run is not lost. Peers that
-have joined less than 15 s ago are killed and interrupted, too. After the last event the peers get a minute to agree;
-then each is interrupted. Their logs are in ``build/soak``.
+have joined less than 15 s ago are killed and interrupted, too. The first two peers live to the end, so that what grows
+slowly shows in them: they are stopped, made slow and set to a wrong time only. After the last event the peers get a
+minute to agree; then each is interrupted. Their logs are in ``build/soak``.
 
 It fails if a call of ``step()`` or a start takes more than a minute (without the time for which the process was
 stopped), if a process ends by itself or outlives Ctrl-C by ten seconds, if tasks, files, threads or memory of a peer
-grow, if a round is aborted without a reason, if the loss does not fall, or if the peers do not agree in the end. On
-standard output, one JSON object:
+grow, if a round is aborted without a reason, if more than a hundredth of the samples counts in no step, if the loss
+does not fall, or if the peers do not agree in the end. On standard output, one JSON object:
 
     events              how many of each kind
     global_steps        number of the last step
     rounds, aborted     of all peers; ``reasons`` of those that were aborted, with their number; N stands for a number
     hangs, leaks, problems   lines, each a failure
+    judged_for_growth   peers that have lived for a minute; the others are too young to see whether something grows
+    longest_life_s      of a peer
     longest_wait_s      in ``step()``, without the time for which the process was stopped
     loss_first, loss_last    of the first step, and the mean of the peers in the end
-    samples_used_share  of those that the peers of the end have computed, without the ones that wait for the next step
+    samples_used_share  of those of the peers that left by Ctrl-C, without the ones that waited for a step
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tests.faults.soak_peer import Command, Facts, run
 
 MAX_PEERS, MIN_RUNNING, FIRST_PEERS = 10, 3, 4
+VETERANS = frozenset({0, 1})
+"""Places of the peers that live to the end."""
+LEAST_USED = 0.99
 GAP_S = (0.5, 2.0)
 LAST_S = (2.0, 20.0)
 """A stop, a slow line or a wrong clock lasts so long."""
@@ -106,7 +112,7 @@ def events(seed: int, seconds: float) -> Iterator[Event]:
         calm = {place for place, since_s in calm_at_s.items() if since_s <= at_s}
         settled = {place for place in calm if calm_at_s[place] <= at_s - SETTLE_S}
         may_disturb_settled = len(settled) > MIN_RUNNING
-        ended = calm if may_disturb_settled else calm - settled
+        ended = (calm if may_disturb_settled else calm - settled) - VETERANS
         kinds = ["join", *(("kill", "leave") if ended else ()), *(("stop", "slow") if may_disturb_settled else ())]
         if may_disturb_settled and at_s > clock_right_at_s:  # with two wrong ones, a newcomer could not tell the time
             kinds.append("clock")
@@ -218,6 +224,9 @@ class Soak:
         self.longest_wait_s = 0.0
         self.loss_first = math.nan
         self.num_rounds = self.num_aborted = 0
+        self.num_judged = 0
+        self.longest_life_s = 0.0
+        self.samples_used = self.samples_due = 0
 
     @property
     def now_s(self) -> float:
@@ -320,7 +329,10 @@ class Soak:
         for place in places:
             os.kill(self.peers[place].pid, signal.SIGINT)
         for place in places:
-            process = self.peers[place].process
+            process, facts = self.peers[place].process, self.peers[place].facts
+            if facts is not None:
+                self.samples_used += facts.counts["samples_used"]
+                self.samples_due += facts.counts["samples_computed"] - facts.waiting
             process.join(max(began + LEAVE_S - time.monotonic(), 0.0))
             if process.exitcode is None:
                 self.hangs.append(f"the peer at place {place} did not end within {LEAVE_S:.0f} s of Ctrl-C")
@@ -336,6 +348,8 @@ class Soak:
         peer.listen()
         peer.pipe.close()
         self.longest_wait_s = max(self.longest_wait_s, peer.longest_wait_s())
+        self.longest_life_s = max(self.longest_life_s, time.monotonic() - peer.started_at)
+        self.num_judged += len(peer.history) >= MIN_SHOWN
         if growth := peer.growth():
             more = ", ".join(f"{name} by {amount:.0f}" for name, amount in growth.items())
             self.leaks.append(f"the peer at place {place}, after {len(peer.history)} s: {more}")
@@ -384,13 +398,14 @@ def soak(seed: int, seconds: float, console: Console) -> dict[str, Any]:
 def figures_of(soaking: Soak, survivors: Sequence[SoakedPeer]) -> dict[str, Any]:
     """The figures, with a line in ``problems`` for each that is not as promised."""
     last = [peer.facts for peer in survivors if peer.facts is not None]
-    used = sum(facts.counts["samples_used"] for facts in last)
-    due = sum(facts.counts["samples_computed"] - facts.waiting for facts in last)
+    share = soaking.samples_used / soaking.samples_due if soaking.samples_due else math.nan
     loss_last = statistics.mean(facts.loss for facts in last) if last else math.nan
     if not loss_last < soaking.loss_first:
         soaking.problems.append(f"the loss did not fall: {soaking.loss_first:.3g}, {loss_last:.3g} in the end")
     if soaking.reasons[""]:
         soaking.problems.append(f"{soaking.reasons['']} rounds were aborted without a reason")
+    if not share >= LEAST_USED:
+        soaking.problems.append(f"of the samples {share:.4f} count in a step")
     return {
         "events": dict(soaking.kinds),
         "rounds": soaking.num_rounds,
@@ -399,17 +414,22 @@ def figures_of(soaking: Soak, survivors: Sequence[SoakedPeer]) -> dict[str, Any]
         "hangs": soaking.hangs,
         "leaks": soaking.leaks,
         "problems": soaking.problems,
+        "judged_for_growth": soaking.num_judged,
+        "longest_life_s": round(soaking.longest_life_s),
         "longest_wait_s": round(soaking.longest_wait_s, 1),
         "loss_first": soaking.loss_first,
         "loss_last": loss_last,
-        "samples_used_share": round(used / due, 4) if due else math.nan,
+        "samples_used_share": round(share, 4),
     }
 
 
 def _minutes(text: str) -> float:
-    minutes = float(text)
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
     if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; for example 30")
     return minutes
 
 

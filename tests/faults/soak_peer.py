@@ -162,7 +162,7 @@ class Soaked:
                 time.sleep(BATCH_S)
                 loss = loss_of(self._model, generator)
                 loss.backward()
-                step, aborted = optimizer.global_step, optimizer.statistics.rounds_aborted
+                step, aborted, told = optimizer.global_step, optimizer.statistics.rounds_aborted, optimizer.last_failure
                 facts.in_step_since = began = time.monotonic()
                 optimizer.step()
                 facts.in_step_since = None
@@ -170,9 +170,9 @@ class Soaked:
                 facts.loss = loss.item()
                 if time.monotonic() - began > LONG_S:
                     facts.waits.append((began, time.monotonic()))
-                if optimizer.statistics.rounds_aborted > aborted:
+                if more := optimizer.statistics.rounds_aborted - aborted:
                     failure = optimizer.last_failure
-                    facts.reasons[failure.reason if failure is not None else ""] += 1
+                    facts.reasons[failure.reason if failure is not None and failure is not told else ""] += more
                 if optimizer.global_step != step:
                     self._digests.append((optimizer.global_step, optimizer.state_digest()))
         except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.faults.soak import MAX_PEERS, MIN_RUNNING, SETTLE_S, WEIGHTS, events
+from tests.faults.soak import MAX_PEERS, MIN_RUNNING, SETTLE_S, VETERANS, WEIGHTS, events
 
 MINUTES = 30.0
 
@@ -24,6 +24,7 @@ def test_at_least_three_peers_have_long_run_undisturbed_and_at_most_ten_are_ther
         assert calm_at_s[event.place] <= event.at_s, "one thing at a time"
         since_s = event.at_s - calm_at_s[event.place]
         if event.kind in ("kill", "leave"):
+            assert event.place not in VETERANS, "these show what grows slowly"
             hits_newcomers |= since_s < SETTLE_S
             del calm_at_s[event.place]
         else:
@@ -31,6 +32,7 @@ def test_at_least_three_peers_have_long_run_undisturbed_and_at_most_ten_are_ther
             calm_at_s[event.place] = event.at_s + event.lasts_s
         assert sum(until_s <= event.at_s - SETTLE_S for until_s in calm_at_s.values()) >= MIN_RUNNING
     assert hits_newcomers
+    assert calm_at_s.keys() >= VETERANS
 
 
 def test_events_follow_from_the_seed_and_end_in_time() -> None:
