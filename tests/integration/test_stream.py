@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,16 @@ def test_a_server_has_the_files_of_the_index_and_nothing_else(shards: Path) -> N
     asyncio.run(ask())
 
 
-def test_a_server_sends_so_many_files_at_once_to_one_address(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.1"), ("2001:db8::1", "2001:db8::2")])
+def test_a_server_sends_so_many_files_at_once_to_one_address(
+    hosts: Sequence[str], shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of one /64 of IPv6 are one address."""
     monkeypatch.setattr(serving, "MAX_ANSWERS_PER_ADDRESS", 1)
+    seen: dict[int, str] = {}
+    monkeypatch.setattr(
+        web.BaseRequest, "remote", property(lambda request: seen.setdefault(id(request), hosts[len(seen) % 2]))
+    )
 
     async def fetch_twice() -> None:
         may_go_on, prepare = asyncio.Event(), web.FileResponse.prepare

@@ -15,14 +15,15 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import INDEX
 from manyhands.recipes.albert.data.fetching import files_of, read_index
+from manyhands.transport.admission import source_of
 
 logger = logging.getLogger(__name__)
 
 ALL_INTERFACES = ("::", "0.0.0.0")
 MAX_ANSWERS = 256
 MAX_ANSWERS_PER_ADDRESS = 64
-"""Most files that are sent at once, in all and to one address: above that a trainer is told to try again, and does. A
-trainer fetches one file at a time; many may share the address of their router."""
+"""Most files that are sent at once, in all and to one address, or one /64 of IPv6: above that a trainer is told to try
+again, and does. A trainer fetches one file at a time; many may share the address of their router."""
 
 
 class _CountedResponse(web.FileResponse):
@@ -34,7 +35,7 @@ class _CountedResponse(web.FileResponse):
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Send the file."""
-        address = request.remote or ""
+        address = _source_of(request)
         self._num_answers[address] += 1
         try:
             return await super().prepare(request)
@@ -70,10 +71,10 @@ def application(folder: Path) -> web.Application:
         if name not in names:
             raise web.HTTPNotFound
         part = request.headers.get("Range")
-        address = request.remote or ""
+        address = _source_of(request)
         if sum(num_answers.values()) >= MAX_ANSWERS or num_answers[address] >= MAX_ANSWERS_PER_ADDRESS:
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "10"})
-        logger.info("%s fetches %s%s", address, name, f" ({part})" if part else "")
+        logger.info("%s fetches %s%s", request.remote, name, f" ({part})" if part else "")
         return _CountedResponse(folder / name, num_answers)
 
     served = web.Application()
@@ -104,6 +105,10 @@ def serve(folder: Path, listen: str) -> None:
         logger.info("Trainers fetch it with: --dataset-url http://%s:%d/%s", _quoted(host), port, INDEX)
         loop = asyncio.new_event_loop()
         web.run_app(served, sock=sock, print=None, access_log=None, handle_signals=False, loop=loop, shutdown_timeout=1)
+
+
+def _source_of(request: web.BaseRequest) -> str:
+    return source_of(request.remote) if request.remote else ""
 
 
 def _own_host() -> str:
