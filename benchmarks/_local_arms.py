@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Rule:
             each peer changes other rows.
         muon: the inner optimizer is Muon for the matrices of the layers, and AdamW for the rest.
         sparse: how the peers' changes travel, with what was not sent before; None if as they are.
+        exact_small: with ``sparse``, vectors and small matrices travel as they are.
+        overlap: an average arrives this many steps late; the peers then move half of the way to it.
         parts: relative sizes of the peers' batches; together they have as many samples as equal ones.
         squared: a peer counts by its samples squared over its steps instead of by its samples.
     """
@@ -37,6 +40,8 @@ class Rule:
     restores_norm: bool = False
     muon: bool = False
     sparse: Sparse | None = None
+    exact_small: bool = False
+    overlap: int = 0
     parts: tuple[int, ...] = (1, 1, 1, 1)
     squared: bool = False
 
@@ -131,11 +136,27 @@ def is_embedding(name: str) -> bool:
     return any(part in name for part in ("wte", "wpe", "embeddings"))
 
 
-def inner_step(model: torch.nn.Module, optimizer: BySamples | MuonBySamples, batch: Batch, seen: Seen) -> None:
-    model(**batch).loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+def inner_step(
+    model: torch.nn.Module,
+    optimizer: BySamples | MuonBySamples,
+    batch: Batch,
+    seen: Seen,
+    before: torch.nn.Module | None = None,
+) -> None:
+    """A step with the gradient of a batch.
+
+    Args:
+        before: the model as it was before the last step, if the gradient is to be of that one; it follows by a step.
+    """
+    computing = model if before is None else before
+    computing(**batch).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(computing.parameters(), MAX_GRAD_NORM)
     seen.steps += 1
     seen.clipped += bool(norm > MAX_GRAD_NORM)
+    if before is not None:
+        for own, late in zip(model.parameters(), before.parameters(), strict=True):
+            own.grad, late.grad = late.grad, None
+        before.load_state_dict(model.state_dict())
     optimizer.step()
     model.zero_grad()
 
@@ -163,28 +184,48 @@ def train_apart(
     sizes, weights, num_peers, seen = rule.sizes(batch_size), rule.weights(batch_size), len(rule.parts), Seen()
     agreed, peers = new_model(), [new_model() for _ in rule.parts]
     inner = [new_inner(model) for model in peers]
-    senders = [Sender(agreed, rule.sparse) for _ in peers] if rule.sparse is not None else []
+    senders = [Sender(agreed, rule) for _ in peers] if rule.sparse is not None else []
     outer = torch.optim.SGD(agreed.parameters(), rule.rate, rule.momentum, nesterov=rule.momentum > 0)
-    for step in range(num_steps):
-        batches = [batch(peer, step) for peer in range(num_peers)]
+    due_at = 0  # the number of inner steps at which a late average arrives
+
+    def step_outside(number: int, kept_share: float) -> None:
+        outer.param_groups[0]["lr"] = rule.rate_at(number, num_steps // num_local)
+        outer.step()
+        for model in peers:
+            follow(model, agreed, kept_share)
+
+    for done in range(1, num_steps + 1):
+        batches = [batch(peer, done - 1) for peer in range(num_peers)]
         if len(set(sizes)) > 1:
             batches = cut(joined(batches), sizes)
         for model, optimizer, its in zip(peers, inner, batches, strict=True):
             inner_step(model, optimizer, its, seen)
-        if (step + 1) % num_local == 0:
-            outer.param_groups[0]["lr"] = rule.rate_at((step + 1) // num_local, num_steps // num_local)
+        if done == due_at:
+            step_outside((done - rule.overlap) // num_local, 0.5)
+        if done % num_local == 0:
             average(rule, agreed, peers, weights, seen, senders)
-            outer.step()
-            for model in peers:
-                model.load_state_dict(agreed.state_dict())
+            if rule.overlap and done < num_steps:
+                due_at = done + rule.overlap
+            else:
+                step_outside(done // num_local, 0.0)
     return agreed, seen
 
 
-class Sender:
-    """One peer's changes as the others receive them with a sparse codec."""
+@torch.no_grad()
+def follow(model: torch.nn.Module, agreed: torch.nn.Module, kept_share: float) -> None:
+    """Move a peer's parameters to the agreed ones, but for a share of the way."""
+    for own, value in zip(model.parameters(), agreed.parameters(), strict=True):
+        own.lerp_(value, 1 - kept_share) if kept_share else own.copy_(value)
 
-    def __init__(self, model: torch.nn.Module, sparse: Sparse) -> None:
-        self._plan = plan_of([value.shape for value in model.parameters()], sparse)
+
+class Sender:
+    """One peer's changes as the others receive them with a sparse codec: all tensors as one."""
+
+    def __init__(self, model: torch.nn.Module, rule: Rule) -> None:
+        assert rule.sparse is not None
+        shapes = [value.shape for value in model.parameters()]
+        one_tensor = [(sum(map(math.prod, shapes)), 1)]
+        self._plan = plan_of(shapes if rule.exact_small else one_tensor, rule.sparse)
         self._unsent = Unsent(self._plan)
 
     def sent(self, change_N: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What local steps cost in quality, and what they save in traffic.
 
     python benchmarks/local_steps.py [--json FILE] [--quick] [--modes one,sync,...] [--jobs 2]
-                                     [--steps N] [--batch N] [--rate R] [--text machine]
+                                     [--steps N] [--batch N] [--rate R] [--h N] [--text machine]
 
 Four peers train a small ALBERT (masked words) and a tiny GPT on the text that comes with the recipe. They run in one
 process on a virtual clock; the networking code is real: DHT, progress records, matchmaking, rounds and codecs. All
@@ -9,6 +9,11 @@ modes have the same samples in the same order and the same learning rate after t
 gradients clipped to 1; not tuned for any mode), from random parameters:
 
   one         one process with the batches of all four peers, so the same number of updates as ``sync``
+  alone       one of the peers by itself, for as many batches as it has in a run
+  rare        one process that steps once in H batches of all four peers, so synchronous steps with as few averages as
+              local steps have (H = 30, as the modes below)
+  late        one process whose gradients are of parameters that are one step old: delayed steps, if an average takes as
+              long as the computing
   sync        synchronous steps: an average of gradients in each batch
   local       H batches of each peer from one average to the next (``target_batch_size`` is H x 4 batches); the outer
               optimizer is SGD(lr=1) up to H = 64, and Nesterov (lr 0.7, momentum 0.9) above
@@ -18,13 +23,16 @@ gradients clipped to 1; not tuned for any mode), from random parameters:
   sparse      of each 4096 values of a change the 64 largest, with 14 bits each (SparseLoCo)
   plain, nesterov   both outer optimizers, at H = 16 and 256, and plain at 100
 
-The modes ``arm-...`` are computed in a plain loop without a network, at H = 30 (that such a loop computes what peers do
+The modes ``arm-...`` are computed in a plain loop without a network, at H = 30 (that this loop computes what peers do
 is shown by tests/simulation/test_local_identities.py). They compare what the outer step could be:
 
-  arm-plain, arm-nesterov   as above; arm-mild is (lr 0.28, momentum 0.5), arm-1.4 and arm-2 are rates of SGD
+  arm-plain, arm-nesterov   as above; arm-mild is (lr 0.28, momentum 0.5), arm-slow (0.1, 0.9), arm-1.4 and arm-2 are
+                            rates of SGD
   arm-...-falling           the outer rate falls in the last 30% of the averages
   arm-norm                  the mean of each tensor gets the mean of the peers' norms, except embeddings
-  arm-sparse-...      sparse changes, with outer rates, without decay of what is not sent, with 256 values of each 4096
+  arm-sparse-...            sparse changes, with outer rates, without decay of what is not sent, with 256 values of each
+                            4096, and at a rate of 1.4 with vectors and small matrices sent as they are
+  arm-overlap-...           plain averages that arrive so many batches late
   arm-muon, one-muon        Muon as the inner optimizer of the matrices
   arm-unequal               batches of 1, 1, 2 and 4 parts; -squared weighs them by samples squared over steps
 
@@ -34,7 +42,8 @@ gives each peer another part of the text. ``sync`` must have the loss of ``one``
 --quick has 500 steps of models of 0.1 and 0.2 million parameters, which takes minutes. ALBERT then learns little more
 than how often each token occurs: masked words need more samples before the loss falls further. So its figures say
 little about quality there; the bytes are real. The full table has 800 steps, and 1.3 and 1.9 million parameters.
---steps gives each peer another number of batches, --batch larger ones, and --rate another learning rate. --text machine
+--steps gives each peer another number of batches, --batch larger ones, --rate another learning rate, and --h the modes
+rare and arm-... another H. --text machine
 takes sources and docs that Debian and PyPI packages have put on this machine in place of the recipe's text of 173,000
 tokens, so that no sample comes twice. It differs from machine to machine: compare only rows of one.
 
@@ -110,6 +119,9 @@ class Mode:
 
     Attributes:
         H: batches of a peer between two averages; 0 is one process.
+        peers: whose batches are taken.
+        is_rare: one process with a step in H batches.
+        is_late: one process with gradients that are one step old.
         codec: as in ``AveragingConfig``.
         outer: None chooses it by H.
         rule: computed in one process, without a network.
@@ -124,6 +136,17 @@ class Mode:
     overlap_steps: int = 0
     sparse: Sparse | None = None
     rule: Rule | None = None
+    peers: int = PEERS
+    is_rare: bool = False
+    is_late: bool = False
+
+    @property
+    def is_plain_loop(self) -> bool:
+        return not self.H or self.is_rare or self.rule is not None
+
+    def with_h(self, h: int | None) -> Mode:
+        """At another H, if it is one of those that are compared with it."""
+        return self if not h or not self.H or not self.is_plain_loop else replace(self, H=h)
 
     def steps(self, wanted: int) -> int:
         """The number of batches: whole averages."""
@@ -145,6 +168,9 @@ class Mode:
 MODES = [
     Mode("one", 0),
     Mode("one-muon", 0, rule=Rule(muon=True)),
+    Mode("alone", 0, peers=1),
+    Mode("rare", 30, is_rare=True),
+    Mode("late", 0, is_late=True),
     Mode("sync", 1),
     Mode("sync", 1, "int8"),
     Mode("local", 10),
@@ -165,6 +191,7 @@ MODES = [
     Mode("arm-plain", 30, rule=Rule()),
     Mode("arm-nesterov", 30, rule=Rule(0.7, 0.9)),
     Mode("arm-mild", 30, rule=Rule(0.28, 0.5)),
+    Mode("arm-slow", 30, rule=Rule(0.1, 0.9)),
     Mode("arm-1.4", 30, rule=Rule(1.4)),
     Mode("arm-2", 30, rule=Rule(2.0)),
     Mode("arm-1.4-falling", 30, rule=Rule(1.4, falls_to=0.7)),
@@ -178,6 +205,9 @@ MODES = [
     Mode("arm-sparse-norm", 30, rule=Rule(restores_norm=True, sparse=Sparse())),
     Mode("arm-sparse-keeps", 30, rule=Rule(sparse=Sparse(decay=1.0))),
     Mode("arm-sparse-256", 30, rule=Rule(sparse=Sparse(top=256))),
+    Mode("arm-sparse-exact", 30, rule=Rule(1.4, sparse=Sparse(), exact_small=True)),
+    Mode("arm-overlap-5", 30, rule=Rule(overlap=5)),
+    Mode("arm-overlap-30", 30, rule=Rule(overlap=30)),
     Mode("arm-muon", 30, rule=Rule(muon=True)),
     Mode("arm-unequal", 30, rule=Rule(parts=(1, 1, 2, 4))),
     Mode("arm-unequal-squared", 30, rule=Rule(parts=(1, 1, 2, 4), squared=True)),
@@ -227,13 +257,13 @@ class Training:
         """Train, and return the figures."""
         began_s = time.process_time()
         seen, sent_bytes, peak = Seen(), 0.0, 0.0
-        if self._mode.H and self._mode.rule is None:
-            loss, sent_bytes, peak = self._together()
-        else:
+        if self._mode.is_plain_loop:
             loss, seen = self._alone()
+        else:
+            loss, sent_bytes, peak = self._together()
         return {
             "heldout_loss": round(loss, 5),
-            "tokens": self._num_steps * PEERS * self._size.batch * LENGTH,
+            "tokens": self._num_steps * self._mode.peers * self._size.batch * LENGTH,
             "bytes_per_peer": round(sent_bytes),
             "peak_mbit_s": round(peak / MEGABIT, 3),
             "cpu_s": round(time.process_time() - began_s, 1),
@@ -247,9 +277,10 @@ class Training:
         return BySamples(model.parameters(), self._size.rate, self._num_steps)
 
     def new_inner(self, model: torch.nn.Module) -> BySamples | MuonBySamples:
+        num_steps = self._num_steps // self._mode.H if self._mode.is_rare else self._num_steps
         if self._mode.rule is not None and self._mode.rule.muon:
-            return MuonBySamples(model, self._size.rate, self._num_steps)
-        return BySamples(model.parameters(), self._size.rate, self._num_steps)
+            return MuonBySamples(model, self._size.rate, num_steps)
+        return BySamples(model.parameters(), self._size.rate, num_steps)
 
     def _alone(self) -> tuple[float, Seen]:
         """One process, or all peers in one."""
@@ -260,9 +291,12 @@ class Training:
             )  # fmt: skip
             return heldout_loss(self._model, model, self._size), seen
         model, seen = self.new_model(), Seen()
-        inner = self.new_inner(model)
-        for step in range(self._num_steps):
-            inner_step(model, inner, joined([self.shards.batch(peer, step) for peer in range(PEERS)]), seen)
+        inner, each = self.new_inner(model), self._mode.H if self._mode.is_rare else 1
+        before = self.new_model() if self._mode.is_late else None
+        for first in range(0, self._num_steps, each):
+            steps = range(first, first + each)
+            batches = [self.shards.batch(peer, step) for step in steps for peer in range(self._mode.peers)]
+            inner_step(model, inner, joined(batches), seen, before)
         return heldout_loss(self._model, model, self._size), seen
 
     def _together(self) -> tuple[float, float, float]:
@@ -386,7 +420,7 @@ def name_of(row: Row) -> Row:
     return {name: row[name] for name in KEY}
 
 
-def table(rows: Sequence[Row], size: Size) -> list[str]:
+def table(rows: Sequence[Row], size: Size, modes: Sequence[Mode]) -> list[str]:
     """Lines of text; a figure without its counterpart is left out."""
     these = [size.text, size.name, size.steps, size.batch, size.rate]
     chosen = {key: row for row in rows if [*(key := tuple(name_of(row).values()))][: len(these)] == these}
@@ -395,7 +429,7 @@ def table(rows: Sequence[Row], size: Size) -> list[str]:
         f"{'tokens':>7} {'clipped':>7} {'cosine':>7} {'ratio':>6} {'MB/peer':>9} {'fewer':>7} {'Mbit/s':>8}  seeds"
     ]
     for model in MODELS:
-        for mode in MODES:
+        for mode in modes:
             *this, _ = Case(size, model, mode, 0).key().values()
             shown = [row for (*key, _), row in chosen.items() if key == this]
             if not shown:
@@ -474,6 +508,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive_int, metavar="N", help="batches of each peer (default: see above)")
     parser.add_argument("--batch", type=positive_int, metavar="N", help="samples of a batch of each peer (default: 4)")
     parser.add_argument("--rate", type=positive, metavar="R", help="the highest learning rate (default: 0.002)")
+    parser.add_argument("--h", type=positive_int, metavar="N", help="from one average to the next (default: 30)")
     parser.add_argument("--text", choices=["recipe", "machine"], default="recipe", help="(default: recipe)")
     options = parser.parse_args()
     size = SIZES["quick" if options.quick else "full"]
@@ -482,12 +517,13 @@ def main() -> None:
         text=options.text,
     )  # fmt: skip
     num_seeds = options.seeds or (1 if options.quick else 3)
+    modes = [mode.with_h(options.h) for mode in MODES]
     rows = kept_rows(options.json)
     known = [name_of(row) for row in rows]
     cases = [
         case
         for seed in range(num_seeds)
-        for mode in MODES
+        for mode in modes
         for model in options.models
         if options.modes is None or mode.name in options.modes
         if (case := Case(size, model, mode, seed)).key() not in known
@@ -498,7 +534,7 @@ def main() -> None:
             rows.append(row)
             if options.json is not None:
                 write_rows(options.json, rows)
-    print("\n".join(table(rows, size)))
+    print("\n".join(table(rows, size, modes)))
 
 
 if __name__ == "__main__":

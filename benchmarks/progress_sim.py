@@ -34,6 +34,7 @@ newcomer publishes at once, and computes its first batch from 20 s later on.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -792,16 +793,30 @@ def sizes_of(text: str) -> list[int]:
     return [max(2, positive_int(part.strip())) for part in text.split(",")]
 
 
+WAYS = ("all", "part")
+
+
 def shares_of(text: str) -> list[float]:
-    """Shares from 0 on, separated by commas."""
-    return [0.0 if part.strip() in ("0", "0.0") else positive(part.strip()) for part in text.split(",")]
+    """Shares from 0 to 1, separated by commas."""
+    shares = [0.0 if part.strip() in ("0", "0.0") else positive(part.strip()) for part in text.split(",")]
+    if max(shares) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a share above 1; for example 0,0.1")
+    return shares
+
+
+def reads_of(text: str) -> list[str]:
+    """Ways of reading, separated by commas."""
+    ways = text.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no way of reading; there are {', '.join(WAYS)}")
+    return ways
 
 
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--peers", type=sizes_of, default=[50, 200, 1000, 2000], help="(default: 50,200,1000,2000)")
     parser.add_argument("--churn", type=shares_of, default=[0.0, 0.1], help="replaced in a minute (default: 0,0.1)")
-    parser.add_argument("--reads", type=lambda text: text.split(","), default=["all", "part"])
+    parser.add_argument("--reads", type=reads_of, default=list(WAYS), help="(default: all,part)")
     parser.add_argument("--step-s", type=positive, default=60.0, help="of computing for a step (default: 60)")
     parser.add_argument("--steps", type=positive_int, default=10, help="that are measured (default: 10)")
     parser.add_argument("--max-group-size", type=positive_int, default=4096, help="(default: 4096, one group)")
@@ -814,7 +829,7 @@ def main() -> None:
             for reads in options.reads:
                 rows.append(measure(num_peers, churn, reads, options))
                 print(json.dumps(rows[-1]), flush=True)
-    write_json(options.json, rows)
+                write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tests.simulation.swarm_of_trainers import Member, Swarm, together
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import local_steps as benchmark
+from _local_arms import Rule, train_apart
 from _local_tasks import MAX_GRAD_NORM, SIZES, heldout_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -203,6 +204,32 @@ def test_a_plain_loop_gives_the_rows_of_the_benchmarks_table(mode: benchmark.Mod
         for parameter, value in zip(model.parameters(), agreed, strict=True):
             parameter.copy_(value)
     assert training.row()["heldout_loss"] == pytest.approx(heldout_loss("gpt", model, size), abs=1e-5)
+
+
+ARMS = {
+    "plain": Rule(),
+    "1.4": Rule(1.4),
+    "nesterov": Rule(0.7, 0.9),
+    "sparse": Rule(1.4, sparse=Sparse()),
+    "overlap": Rule(overlap=3),
+    "overlap of all": Rule(overlap=H),
+}
+
+
+@pytest.mark.parametrize("rule", ARMS.values(), ids=ARMS)
+def test_the_loop_that_compares_outer_steps_computes_what_the_plain_loop_does(rule: Rule) -> None:
+    size = replace(SIZES["quick"], steps=3 * H, batch=1)
+    training = benchmark.Training(benchmark.Case(size, "gpt", benchmark.Mode("arm", H, rule=rule), seed=0))
+    batches = [[training.shards.batch(peer, step) for step in range(size.steps)] for peer in range(benchmark.PEERS)]
+    wanted = agreed_after_each(
+        batches, H, training.new_model, training.new_inner, lambda model, batch: model(**batch).loss,
+        outer=lambda params: torch.optim.SGD(params, rule.rate, rule.momentum, nesterov=rule.momentum > 0),
+        overlap=rule.overlap, sparse=rule.sparse, max_grad_norm=MAX_GRAD_NORM,
+    )[-1]  # fmt: skip
+    model, _ = train_apart(
+        rule, H, size.steps, size.batch, training.new_model, training.new_inner, training.shards.batch
+    )
+    assert_equal([[value.detach() for value in model.parameters()]], [wanted])
 
 
 def shown(trace: Trace) -> Trace:

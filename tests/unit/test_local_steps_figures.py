@@ -64,7 +64,8 @@ def test_peers_with_sparse_changes_send_the_largest_values_and_the_others_with_t
     with torch.no_grad():
         peers[0].weight[0, 0] -= 4.0
         peers[0].weight[0, 1] -= 2.0
-    sender, rule = Sender(agreed, sparse), Rule(sparse=sparse, parts=(1,))
+    rule = Rule(sparse=sparse, parts=(1,))
+    sender = Sender(agreed, rule)
     for place, value in ((0, 4.0), (1, 4.0)):  # the second time 2 more were kept from the first one
         average(rule, agreed, peers, [1.0], Seen(), [sender])
         assert agreed.weight.grad is not None
