@@ -741,6 +741,8 @@ def punch_at_others(attacker: Attacker) -> None:
     attacker.forever(0.05, act, *identities)
 
 
+OUTWEIGHS = "-1 x gradient with 100 times the samples"
+"""It counts for three members, as many as there are, so that no step leads anywhere."""
 ATTACKS: dict[str, Attack] = {
     "a state 50 steps ahead that climbs": branch_with_a_state(50, climb),
     "a state of NaN": branch_with_a_state(1, not_numbers, FURTHER_HOSTS),
@@ -754,6 +756,8 @@ ATTACKS: dict[str, Attack] = {
     "a newcomer that is always late": download_again,
     "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),
     "values of 3e38": as_a_member(lambda mean_N, weight: (mean_N.fill_(3e38), weight)),
+    "-9 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-9.0), weight)),
+    OUTWEIGHS: as_a_member(lambda mean_N, weight: (mean_N.neg_(), 100.0 * weight)),
     "-100 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-100.0), weight)),
     "a reducer that sends -1 x mean": as_a_reducer(lambda mean: -mean),
     "a reducer that sends -1000 x mean": as_a_reducer(lambda mean: -1000.0 * mean),
