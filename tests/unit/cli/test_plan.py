@@ -33,6 +33,22 @@ def test_numbers_of_parameters_are_read_as_people_write_them(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--params", "0"), ("--params", "18X"), ("--params", "-1"), ("--peers", "0"), ("--mbit", "0"), ("--mbit", "nan"),
+     ("--samples-per-s", "0"), ("--target-batch-size", "4k"), ("--rtt-ms", "-1")],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused_in_one_line(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = dict(zip(EXAMPLE[1:-1:2], EXAMPLE[2:-1:2], strict=True)) | {"--params": "18M", option: value}
+    assert run(["plan", *(word for pair in given.items() for word in pair)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert "for example" in said.err or "must be" in said.err
+
+
 def test_the_json_has_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -> None:
     answer = planned(capsys, "18M")
     assert run([*EXAMPLE, "18M"]) == 0
