@@ -125,7 +125,7 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
 @pytest.mark.long
 def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
     config = AveragingConfig(matchmaking_time_s=1.0, averaging_timeout_s=6.0)
-    progress = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.3, ttl_s=3.0)
+    progress = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.3, ttl_s=10.0)
     num_slots, steps_of_churn = 3, 20
     survivors: list[Trainer] = []
     is_over = threading.Event()
