@@ -68,8 +68,8 @@ class LocalSteps:
     Attributes:
         outer: makes the outer optimizer, which steps with the averaged change, from a list of parameter groups. The
             default is ``SGD(lr=1.0)``, which is plain averaging of parameters, and ``SGD(lr=1.4)`` with ``sparse``
-            (docs/adr/0067-an-outer-rate-for-sparse-changes.md). :func:`nesterov` makes that of DiLoCo,
-            for runs with hundreds of averages and hundreds of inner steps between two of them.
+            (docs/adr/0067-an-outer-rate-for-sparse-changes.md). :func:`nesterov` makes that of DiLoCo, which was
+            published for hundreds of averages with hundreds of inner steps between two of them.
         fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
             peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
         overlap_steps: number of inner steps that this peer may make while an average is computed.
