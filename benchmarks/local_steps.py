@@ -207,6 +207,7 @@ MODES = [
     Mode("arm-sparse-256", 30, rule=Rule(sparse=Sparse(top=256))),
     Mode("arm-sparse-exact", 30, rule=Rule(1.4, sparse=Sparse(), exact_small=True)),
     Mode("arm-overlap-5", 30, rule=Rule(overlap=5)),
+    Mode("arm-overlap-15", 30, rule=Rule(overlap=15)),
     Mode("arm-overlap-30", 30, rule=Rule(overlap=30)),
     Mode("arm-muon", 30, rule=Rule(muon=True)),
     Mode("arm-unequal", 30, rule=Rule(parts=(1, 1, 2, 4))),

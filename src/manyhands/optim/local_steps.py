@@ -72,7 +72,8 @@ class LocalSteps:
             published for hundreds of averages with hundreds of inner steps between two of them.
         fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
             peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
-        overlap_steps: number of inner steps that this peer may make while an average is computed.
+        overlap_steps: number of inner steps that this peer may make while an average is computed; at most half of those
+            from one average of a parameter to the next.
         sparse: send only the largest changes; the others are kept and added to the next changes (SparseLoCo).
     Raises:
         ConfigError: a value cannot be used.
@@ -423,13 +424,14 @@ class InnerSteps(Accumulator):
         refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
         num_steps = self._num_steps - self._averaged_at
-        overlap_steps = replica.overlap_steps
-        if overlap_steps > num_steps > 0 and self._averaged_at and "overlap" not in self._has_told:
-            self._has_told.add("overlap")  # but not before the first average, as a newcomer makes only some of them
-            logger.warning("overlap_steps=%d is cut to %d, the inner steps from one average to the next",
-                           overlap_steps, num_steps)  # fmt: skip
-        self._must_end_at = self._num_steps + max(min(overlap_steps, num_steps), 1)
         self._num_between = num_steps * replica.num_fragments
+        most = max(min(num_steps, self._num_between // 2), 1)  # docs/adr/0069-an-overlap-of-half.md
+        if replica.overlap_steps > most and num_steps > 0 and self._averaged_at and "overlap" not in self._has_told:
+            self._has_told.add("overlap")  # but not before the first average, as a newcomer makes only some of them
+            logger.warning("overlap_steps=%d is cut to %d: at most half of the %d inner steps from one average of a "
+                           "parameter to the next, and one average at a time. A larger target_batch_size leaves room "
+                           "for more", replica.overlap_steps, most, self._num_between)  # fmt: skip
+        self._must_end_at = self._num_steps + max(min(replica.overlap_steps, most), 1)
         self._frozen_at = self._num_steps
         super().drop()
         return contribution

@@ -29,7 +29,7 @@ core does all of the work.
 - synchronous: H = 0.
 - delayed (``delay="gradients"``): H = C. No step begins before the last one has ended, and the peers never stop
   computing. So a step takes max(C, A), and if A is larger it has more samples than its target.
-- local (``LocalSteps``): H = 0, or what ``overlap_steps`` batches take, up to C. A step is here the time from one
+- local (``LocalSteps``): H = 0, or what ``overlap_steps`` batches take, up to C / 2. A step is here the time from one
   average to the next. ``fragments=F`` sends the same bytes in F rounds, so only ``k`` becomes k F.
 
 *Share of averaging.* The part of a step beyond the computing for its target: 1 - C / (step).
@@ -68,6 +68,8 @@ CODECS_OF: dict[Steps, tuple[str, ...]] = {
 }
 LITTLE = 0.1
 """Averaging should take less than this share of the time."""
+HIDDEN = {"synchronous": 0.0, "delayed": 1.0, "local": 0.5}
+"""By the kind of steps, the largest part of the computing during which peers average (local: docs/adr/0069)."""
 LARGEST = 1e15
 """Larger numbers, and numbers below its inverse, count as mistyped."""
 DAY_S = 86_400
@@ -178,8 +180,8 @@ def predict(
     target = target_batch_size or run.target_batch_size
     averaging_s = averaging_s_of(run, constants, codec)
     computing_s = target / run.samples_per_s_of_all
-    most_hidden_s = {"synchronous": 0.0, "delayed": math.inf, "local": overlap_s}[steps]
-    step_s = computing_s + max(0.0, averaging_s - min(computing_s, most_hidden_s))
+    hidden_share, most_hidden_s = HIDDEN[steps], math.inf if steps == "delayed" else overlap_s
+    step_s = computing_s + max(0.0, averaging_s - min(hidden_share * computing_s, most_hidden_s))
     num_bytes = bytes_of_step(run, constants, codec)
     return Step(
         steps=steps,
@@ -192,7 +194,9 @@ def predict(
         averaging_share=1 - computing_s / step_s,
         bytes_per_step=num_bytes,
         bytes_per_day=num_bytes * DAY_S / step_s,
-        target_for_little=rounded_up(_computing_s_for_little(averaging_s, most_hidden_s) * run.samples_per_s_of_all),
+        target_for_little=rounded_up(
+            _computing_s_for_little(averaging_s, hidden_share, most_hidden_s) * run.samples_per_s_of_all
+        ),
     )
 
 
@@ -247,10 +251,11 @@ def _vectors_sent(num_members: int, codec: str) -> float:
     return 2 * (num_members - 1) / num_members
 
 
-def _computing_s_for_little(averaging_s: float, most_hidden_s: float) -> float:
-    """The least C for which ``max(0, A - min(C, most_hidden_s))`` is the share ``LITTLE`` of a step."""
-    if most_hidden_s >= (1 - LITTLE) * averaging_s:
-        return (1 - LITTLE) * averaging_s
+def _computing_s_for_little(averaging_s: float, hidden_share: float, most_hidden_s: float) -> float:
+    """The least C for which ``max(0, A - min(hidden_share * C, most_hidden_s))`` is the share ``LITTLE`` of a step."""
+    computing_s = averaging_s / (hidden_share + LITTLE / (1 - LITTLE))
+    if hidden_share * computing_s <= most_hidden_s:
+        return computing_s
     return (1 / LITTLE - 1) * (averaging_s - most_hidden_s)
 
 

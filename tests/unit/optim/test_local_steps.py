@@ -477,25 +477,29 @@ def test_an_inner_optimizer_that_raises_leaves_no_sample_unaccounted() -> None:
 # what is said of the number of inner steps
 
 
-def test_an_overlap_above_the_inner_steps_of_a_period_is_cut_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("fragments", "most", "period"), [(1, 2, 4), (2, 4, 8)])
+def test_an_overlap_above_half_of_the_inner_steps_of_a_parameter_is_cut_and_that_is_said_once(
+    fragments: int, most: int, period: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=10))
+    """With fragments, one average at a time is the narrower limit: here four inner steps."""
+    trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=10, fragments=fragments))
     for _ in range(4):
         trainer.batch(0.1)
     for _ in range(3):
         step = trainer.begin()
-        for number in range(4):
+        for number in range(most):
             assert not trainer.inner.must_wait, number
             trainer.batch(0.1)
         assert trainer.inner.must_wait
         trainer.make(step)
-    lines = [record.message for record in caplog.records if "overlap" in record.message]
-    assert lines == ["overlap_steps=10 is cut to 4, the inner steps from one average to the next"]
+        for _ in range(4 - most):
+            trainer.batch(0.1)
+    (line,) = [record.message for record in caplog.records if "overlap" in record.message]
+    assert line.startswith(f"overlap_steps=10 is cut to {most}: at most half of the {period} inner steps from one")
 
 
 def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=3))
+    trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=2))
     for _ in range(2):
         for _ in range(5):
             trainer.batch(0.1)
@@ -506,7 +510,7 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.L
     trainer.batch(0.1)
     trainer.begin()
     assert not caplog.records
-    for number in range(3):
+    for number in range(2):
         assert not trainer.inner.must_wait, number
         trainer.batch(0.1)
     assert trainer.inner.must_wait

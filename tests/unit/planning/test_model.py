@@ -119,6 +119,8 @@ def test_local_steps_hide_what_their_overlap_computes() -> None:
     assert predict(RUN, CONSTANTS, "local", "int8").step_s == pytest.approx(13.05)
     assert predict(RUN, CONSTANTS, "local", "int8", overlap_s=1).step_s == pytest.approx(12.05)
     assert predict(RUN, CONSTANTS, "local", "int8", overlap_s=100).step_s == pytest.approx(10)
+    short = predict(replace(RUN, target_batch_size=32), CONSTANTS, "local", "int8", overlap_s=100)
+    assert short.step_s == pytest.approx(1 + 3.05 - 0.5), "at most half of the computing"
 
 
 def test_local_steps_are_shown_at_a_target_with_little_averaging() -> None:
