@@ -180,7 +180,11 @@ def train_apart(
 
     Args:
         batch: of a peer and a step, each of ``batch_size`` samples.
+    Raises:
+        ValueError: an average would arrive after the next one has begun.
     """
+    if rule.overlap > num_local:
+        raise ValueError(f"an overlap of {rule.overlap} is more than the {num_local} steps between two averages")
     sizes, weights, num_peers, seen = rule.sizes(batch_size), rule.weights(batch_size), len(rule.parts), Seen()
     agreed, peers = new_model(), [new_model() for _ in rule.parts]
     inner = [new_inner(model) for model in peers]

@@ -32,7 +32,7 @@ is shown by tests/simulation/test_local_identities.py). They compare what the ou
   arm-norm                  the mean of each tensor gets the mean of the peers' norms, except embeddings
   arm-sparse-...            sparse changes, with outer rates, without decay of what is not sent, with 256 values of each
                             4096, and at a rate of 1.4 with vectors and small matrices sent as they are
-  arm-overlap-...           plain averages that arrive so many batches late
+  arm-overlap-...           plain averages that arrive so many batches late, at most H
   arm-muon, one-muon        Muon as the inner optimizer of the matrices
   arm-unequal               batches of 1, 1, 2 and 4 parts; -squared weighs them by samples squared over steps
 
@@ -519,6 +519,7 @@ def main() -> None:
     )  # fmt: skip
     num_seeds = options.seeds or (1 if options.quick else 3)
     modes = [mode.with_h(options.h) for mode in MODES]
+    modes = [mode for mode in modes if mode.rule is None or not 0 < mode.H < mode.rule.overlap]
     rows = kept_rows(options.json)
     known = [name_of(row) for row in rows]
     cases = [

@@ -11,18 +11,20 @@ minute to agree; then each is interrupted. Their logs are in ``build/soak``.
 
 It fails if a call of ``step()`` or a start takes more than a minute (without the time for which the process was
 stopped), if a process ends by itself or outlives Ctrl-C by ten seconds, if tasks, files, threads or memory of a peer
-grow, if a round is aborted without a reason, if more than a hundredth of the samples counts in no step, if the loss
-does not fall, or if the peers do not agree in the end. On standard output, one JSON object:
+grow, if a round is aborted without a reason, if more than a hundredth of the samples of the peers of the end counts in
+no step, if the loss does not fall, or if the peers do not agree in the end. On standard output, one JSON object:
 
     events              how many of each kind
     global_steps        number of the last step
     rounds, aborted     of all peers; ``reasons`` of those that were aborted, with their number; N stands for a number
     hangs, leaks, problems   lines, each a failure
-    judged_for_growth   peers that have lived for a minute; the others are too young to see whether something grows
+    judged_for_growth   peers that have lived for a minute; the others are too young to see whether something grows. A
+                        run that is long enough fails if there are fewer than two
     longest_life_s      of a peer
     longest_wait_s      in ``step()``, without the time for which the process was stopped
     loss_first, loss_last    of the first step, and the mean of the peers in the end
-    samples_used_share  of those of the peers that left by Ctrl-C, without the ones that waited for a step
+    samples_used_share  of those of the peers of the end, without the ones that waited for a step; ``..._of_all``: of all
+                        that left by Ctrl-C
 """
 
 from __future__ import annotations
@@ -398,14 +400,19 @@ def soak(seed: int, seconds: float, console: Console) -> dict[str, Any]:
 def figures_of(soaking: Soak, survivors: Sequence[SoakedPeer]) -> dict[str, Any]:
     """The figures, with a line in ``problems`` for each that is not as promised."""
     last = [peer.facts for peer in survivors if peer.facts is not None]
-    share = soaking.samples_used / soaking.samples_due if soaking.samples_due else math.nan
+    used = sum(facts.counts["samples_used"] for facts in last)
+    due = sum(facts.counts["samples_computed"] - facts.waiting for facts in last)
+    share = used / due if due else math.nan
+    share_of_all = soaking.samples_used / soaking.samples_due if soaking.samples_due else math.nan
     loss_last = statistics.mean(facts.loss for facts in last) if last else math.nan
     if not loss_last < soaking.loss_first:
         soaking.problems.append(f"the loss did not fall: {soaking.loss_first:.3g}, {loss_last:.3g} in the end")
+    if soaking.num_judged < len(VETERANS) and soaking.now_s > 3 * MIN_SHOWN:
+        soaking.problems.append(f"only {soaking.num_judged} peers have lived long enough to be judged for growth")
     if soaking.reasons[""]:
         soaking.problems.append(f"{soaking.reasons['']} rounds were aborted without a reason")
     if not share >= LEAST_USED:
-        soaking.problems.append(f"of the samples {share:.4f} count in a step")
+        soaking.problems.append(f"of the samples of the peers of the end {share:.4f} count in a step")
     return {
         "events": dict(soaking.kinds),
         "rounds": soaking.num_rounds,
@@ -420,6 +427,7 @@ def figures_of(soaking: Soak, survivors: Sequence[SoakedPeer]) -> dict[str, Any]
         "loss_first": soaking.loss_first,
         "loss_last": loss_last,
         "samples_used_share": round(share, 4),
+        "samples_used_share_of_all": round(share_of_all, 4),
     }
 
 

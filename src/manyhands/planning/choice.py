@@ -103,9 +103,9 @@ def _why(run: Run, constants: Constants, steps: list[Step], chosen: Step) -> str
     return (
         f"Local steps with {chosen.codec}: {instead}. With local steps so large a target is no large batch, but "
         f"{rough(chosen.computing_s)} of training alone between two averages: each peer then makes target_batch_size "
-        f"/ ({run.peers} x its batch size) steps of its own, at best up to {MANY_STEPS}. With overlap_steps of half of "
-        f"these steps target_batch_size={max(run.target_batch_size, overlap.target_for_little)} is enough, but the "
-        "model loses more."
+        f"/ ({run.peers} x its batch size) steps of its own, at best up to {MANY_STEPS}. With target_batch_size="
+        f"{max(run.target_batch_size, overlap.target_for_little)} and overlap_steps of half of the steps that this "
+        "gives, they compute for as much of the time; the overlap itself costs some loss."
     )
 
 
