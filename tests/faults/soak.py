@@ -23,8 +23,8 @@ no step, if the loss does not fall, or if the peers do not agree in the end. On 
     longest_life_s      of a peer
     longest_wait_s      in ``step()``, without the time for which the process was stopped
     loss_first, loss_last    of the first step, and the mean of the peers in the end
-    samples_used_share  of those of the peers of the end, without the ones that waited for a step; ``..._of_all``: of all
-                        that left by Ctrl-C
+    samples_used_share  of those of the peers of the end, without the ones that waited for a step
+    samples_used_share_of_all   the same of all peers that left by Ctrl-C
 """
 
 from __future__ import annotations
