@@ -73,7 +73,9 @@ def test_a_run_by_invitation_admits_counts_and_bans_peers(tmp_path: Path) -> Non
             used_up = ended(tmp_path, "join", invitation, *COMMON, "--text", str(text), code=2)
             assert "the invitation was for 2 peers and is used up" in used_up
         by_owner = ["--key", "ours.key", "--charter", "ours.charter", "--initial-peers", address]
-        assert "is banned from run ours" in ended(tmp_path, "ban", peer_id, *by_owner)
+        said = ended(tmp_path, "ban", peer_id, *by_owner)
+        assert "is banned from run ours" in said
+        assert "1 other peer came by that, too" in said
         first.wait_for(f"Peer {peer_id} is banned")
         assert f"{peer_id}  banned" in ended(tmp_path, "members", *by_owner)
 
