@@ -11,8 +11,8 @@ minute to agree; then each is interrupted. Their logs are in ``build/soak``.
 
 It fails if a call of ``step()`` or a start takes more than a minute (without the time for which the process was
 stopped), if a process ends by itself or outlives Ctrl-C by ten seconds, if tasks, files, threads or memory of a peer
-grow, if a round is aborted without a reason, if more than a hundredth of the samples of the peers of the end counts in
-no step, if the loss does not fall, or if the peers do not agree in the end. On standard output, one JSON object:
+grow, if a round is aborted without a reason, if more than 5% of the samples of the peers of the end count in no step,
+if the loss does not fall, or if the peers do not agree in the end. On standard output, one JSON object:
 
     events              how many of each kind
     global_steps        number of the last step
@@ -57,7 +57,9 @@ from tests.faults.soak_peer import Command, Facts, run
 MAX_PEERS, MIN_RUNNING, FIRST_PEERS = 10, 3, 4
 VETERANS = frozenset({0, 1})
 """Places of the peers that live to the end."""
-LEAST_USED = 0.99
+LEAST_USED = 0.95
+"""A peer that was stopped while most others were replaced believes the new ones only once the records of the dead ones
+have expired, up to 30 s later (docs/figures.md#rounds-under-faults); what it computes until then is lost."""
 GAP_S = (0.5, 2.0)
 LAST_S = (2.0, 20.0)
 """A stop, a slow line or a wrong clock lasts so long."""
