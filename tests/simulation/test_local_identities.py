@@ -180,7 +180,7 @@ TABLE = [  # not overlap: which batches a late average catches follows from the 
     for mode in benchmark.MODES
     if mode.overlap_steps == 0
     and 1 < mode.H < 64
-    and mode.rule is None
+    and not mode.is_plain_loop
     and "int" not in mode.codec
     and mode.shards == "iid"
 ]
