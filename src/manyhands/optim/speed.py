@@ -113,7 +113,7 @@ class Advice:
             f"This peer has waited for {waited_s / (computed_s + waited_s):.0%} of its time in the last "
             f"{WAITING_STEPS} global steps. "
             'With delay="gradients" (manyhands train --delay gradients) it computes the next batches meanwhile, '
-            "on parameters that are one step old, so try half of the learning rate with it, too"
+            "on parameters that are one step old, which costs the more the higher the learning rate is"
         )
 
 
