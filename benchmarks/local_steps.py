@@ -43,9 +43,9 @@ gives each peer another part of the text. ``sync`` must have the loss of ``one``
 than how often each token occurs: masked words need more samples before the loss falls further. So its figures say
 little about quality there; the bytes are real. The full table has 800 steps, and 1.3 and 1.9 million parameters.
 --steps gives each peer another number of batches, --batch larger ones, --rate another learning rate, and --h the modes
-rare and arm-... another H. --text machine
-takes sources and docs that Debian and PyPI packages have put on this machine in place of the recipe's text of 173,000
-tokens, so that no sample comes twice. It differs from machine to machine: compare only rows of one.
+rare and arm-... another H. --text machine takes sources and docs that Debian and PyPI packages have put on this machine
+in place of the recipe's text of 173,000 tokens, so that no sample comes twice. It differs from machine to machine:
+compare only rows of one.
 
 A row is written as soon as it is there, and rows that are in the file are not computed again. The figures:
 
@@ -119,12 +119,12 @@ class Mode:
 
     Attributes:
         H: batches of a peer between two averages; 0 is one process.
-        peers: whose batches are taken.
-        is_rare: one process with a step in H batches.
-        is_late: one process with gradients that are one step old.
         codec: as in ``AveragingConfig``.
         outer: None chooses it by H.
         rule: computed in one process, without a network.
+        peers: number of peers whose batches are taken.
+        is_rare: one process with a step in H batches.
+        is_late: one process with gradients that are one step old.
     """
 
     name: str

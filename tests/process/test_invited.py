@@ -75,7 +75,7 @@ def test_a_run_by_invitation_admits_counts_and_bans_peers(tmp_path: Path) -> Non
         by_owner = ["--key", "ours.key", "--charter", "ours.charter", "--initial-peers", address]
         said = ended(tmp_path, "ban", peer_id, *by_owner)
         assert "is banned from run ours" in said
-        assert "1 other peer came by that, too" in said
+        assert "1 other peer came by it, too" in said
         first.wait_for(f"Peer {peer_id} is banned")
         assert f"{peer_id}  banned" in ended(tmp_path, "members", *by_owner)
 

@@ -190,13 +190,12 @@ def ban(
     identity = power.identity(charter)
     if peer in charter.coordinators:
         raise ConfigError(f"{peer} is the owner or a coordinator of run {charter.run_id!r}; those cannot be banned")
-    later, entries = "", list[MemberEntry]()
+    later = ""
     if power.state_dir is not None:
         ledger.ban(PeerId(peer), time.time())
         if not _is_in_use(power.state_dir):
             later = " The coordinator is stopped: the ban takes effect when it is started."
-    else:
-        entries = _ask(power, identity, charter, [PeerId(peer)])
+    entries = _ask(power, identity, charter, [PeerId(peer)]) if power.state_dir is None else []
     print(f"Peer {peer} is banned from run {charter.run_id}.{later}")  # noqa: T201
     _tell_who_came_with_it(peer, entries)
     for invitation_id, uses in ledger.used_by(peer).items():
@@ -209,10 +208,10 @@ def _tell_who_came_with_it(peer: str, entries: Sequence[MemberEntry]) -> None:
     if not invitation_id:
         return
     others = [entry.peer_id for entry in entries if entry.invitation == invitation_id and entry.peer_id != peer]
-    print(f"It came by invitation {invitation_id}; {counted(len(others), 'other peer')} came by that, too.")  # noqa: T201
+    print(f"It came by invitation {invitation_id}; {counted(len(others), 'other peer')} came by it, too.")  # noqa: T201
     print(  # noqa: T201
-        "If that is for several peers it may return with another id, until it is revoked on the machine of the "
-        f"coordinator: manyhands run revoke-invitation {invitation_id} --state-dir DIR",
+        "If it is for several peers, the banned one may return with another id, until it is revoked on the machine of "
+        f"the coordinator: manyhands run revoke-invitation {invitation_id} --state-dir DIR",
         *([f"The others: {' '.join(others)}"] if others else []),
         sep="\n",
     )

@@ -180,7 +180,8 @@ def predict(
     target = target_batch_size or run.target_batch_size
     averaging_s = averaging_s_of(run, constants, codec)
     computing_s = target / run.samples_per_s_of_all
-    hidden_share, most_hidden_s = HIDDEN[steps], math.inf if steps == "delayed" else overlap_s
+    hidden_share = HIDDEN[steps]
+    most_hidden_s = overlap_s if steps == "local" else math.inf
     step_s = computing_s + max(0.0, averaging_s - min(hidden_share * computing_s, most_hidden_s))
     num_bytes = bytes_of_step(run, constants, codec)
     return Step(
