@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import errno
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import test_utils, web
-from yarl import URL
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert.data import fetching, serving
+from manyhands.recipes.albert.data import fetching
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of, index_url, read_index
-from manyhands.recipes.albert.data.serving import application
+from manyhands.recipes.albert.data.serving import server_of
 from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 from manyhands.recipes.albert.data.shards import Shard
+from manyhands.transport import http_connections
 from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
 from tests.waiting import wait_until
 
@@ -186,56 +187,46 @@ def test_a_mirror_that_is_too_slow_is_left(
         assert slow.names() == host.names() == [shard.name]
 
 
+@contextmanager
+def serving(shards: Path) -> Iterator[tuple[str, int]]:
+    """The server of ``manyhands data serve``; its host and port."""
+    server = server_of(shards)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        try:
+            yield sock.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
 def test_a_server_has_the_files_of_the_index_and_nothing_else(shards: Path) -> None:
     (shards / ".secret").write_text("secret")
     (shards / "other").write_text("secret")
+    with serving(shards) as address, closing(HTTPConnection(*address, timeout=5.0)) as client:
 
-    async def ask() -> None:
-        async with test_utils.TestClient(test_utils.TestServer(application(shards))) as client:
-            answer = await client.get("/tokenizer.json", headers={"Range": "bytes=5-9"})
-            assert (answer.status, await answer.read()) == (206, (shards / "tokenizer.json").read_bytes()[5:10])
-            for path in (
-                "/",
-                "/.secret",
-                "/other",
-                "/../manyhands.json",
-                "/%2e%2e/manyhands.json",
-                "/..%2fmanyhands.json",
-            ):
-                assert (await client.get(URL(path, encoded=True))).status == 404, path
+        def get(path: str, **headers: str) -> tuple[int, bytes]:
+            client.request("GET", path, headers=headers)
+            answer = client.getresponse()
+            return answer.status, answer.read()
 
-    asyncio.run(ask())
+        tokenizer = (shards / "tokenizer.json").read_bytes()
+        assert get("/tokenizer.json") == (200, tokenizer)
+        assert get("/tokenizer.json", Range="bytes=5-9") == (206, tokenizer[5:10])
+        for path in ("/", "/.secret", "/other", "/../manyhands.json", "/%2e%2e/manyhands.json", "/..%2fmanyhands.json"):
+            assert get(path)[0] == 404, path
 
 
-@pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.1"), ("2001:db8::1", "2001:db8::2")])
-def test_a_server_sends_so_many_files_at_once_to_one_address(
-    hosts: Sequence[str], shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of one /64 of IPv6 are one address."""
-    monkeypatch.setattr(serving, "MAX_ANSWERS_PER_ADDRESS", 1)
-    seen: dict[int, str] = {}
-    monkeypatch.setattr(
-        web.BaseRequest, "remote", property(lambda request: seen.setdefault(id(request), hosts[len(seen) % 2]))
-    )
-
-    async def fetch_twice() -> None:
-        may_go_on, prepare = asyncio.Event(), web.FileResponse.prepare
-
-        async def prepare_later(self: web.FileResponse, request: web.BaseRequest) -> Any:
-            await may_go_on.wait()
-            return await prepare(self, request)
-
-        monkeypatch.setattr(web.FileResponse, "prepare", prepare_later)
-        async with test_utils.TestClient(test_utils.TestServer(application(shards))) as client:
-            both = {asyncio.ensure_future(client.get("/index.json")) for _ in range(2)}
-            (refused,), (sent,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            assert (await refused).status == 503
-            may_go_on.set()
-            assert (await sent).status == 200
-            again = await client.get("/index.json")
-            assert await again.read() == (shards / "index.json").read_bytes()
-
-    asyncio.run(fetch_twice())
+def test_a_server_closes_connections_that_ask_for_nothing(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "REQUEST_TIMEOUT_S", 0.1)
+    with (
+        serving(shards) as address,
+        socket.create_connection(address, timeout=5.0) as silent,
+        contextlib.suppress(ConnectionResetError),
+    ):
+        assert silent.recv(1) == b""
 
 
 def test_a_server_that_cannot_begin_says_why(

@@ -95,7 +95,7 @@ def serve(
 
         manyhands data serve data/shards
     """
-    if importlib.util.find_spec("aiohttp") is None:
+    if importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("serving data", "data")
     require_albert()
     log_to_stdout(verbose=False)

@@ -12,11 +12,11 @@ import uvicorn
 from manyhands.base.text import reason_of
 from manyhands.monitor.web.address import is_loopback, url_of
 from manyhands.monitor.web.app import Api
-from manyhands.monitor.web.connections import BoundedProtocol
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.update_stream import UpdateStream
 from manyhands.runtime import TaskOwner
+from manyhands.transport.http_connections import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
-from manyhands.monitor.web.connections import public_source
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.server import PageServer
+from manyhands.transport.http_connections import public_source
 from tests.machine import Machine
 from tests.synthetic_run import STEP_S, SyntheticRun
 
@@ -299,7 +299,7 @@ def test_pages_beyond_the_bound_are_refused_and_health_still_answers(
 
 
 def test_connections_beyond_the_bound_get_503_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("manyhands.transport.http_connections.MAX_CONNECTIONS", 2)
     port = int(served.server.url.rpartition(":")[2])
     silent = [socket.create_connection(("127.0.0.1", port), 60.0) for _ in range(2)]
     with socket.create_connection(("127.0.0.1", port), 60.0) as third:
@@ -309,11 +309,11 @@ def test_connections_beyond_the_bound_get_503_at_once(served: Served, monkeypatc
 
 
 def test_one_address_has_a_part_of_the_connections(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.MAX_CONNECTIONS_PER_ADDRESS", 1)
+    monkeypatch.setattr("manyhands.transport.http_connections.MAX_CONNECTIONS_PER_ADDRESS", 1)
     port = int(served.server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), 60.0), socket.create_connection(("127.0.0.1", port), 60.0):
         assert served.client.get("/healthz").status_code == 200, "a reverse proxy has no limit"
-    monkeypatch.setattr("manyhands.monitor.web.connections.public_source", lambda client: client[0])
+    monkeypatch.setattr("manyhands.transport.http_connections.public_source", lambda client: client[0])
     one = socket.create_connection(("127.0.0.1", port), 60.0)
     with one, socket.create_connection(("127.0.0.1", port), 60.0) as two:
         assert two.recv(100).startswith(b"HTTP/1.1 503 ")
@@ -336,7 +336,7 @@ def test_public_addresses_have_a_limit_of_connections(host: str, source: str | N
 
 
 def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("manyhands.transport.http_connections.REQUEST_TIMEOUT_S", 0.1)
     port = int(served.server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), 60.0) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\n")  # and never the rest
@@ -350,7 +350,7 @@ def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pyte
 def test_connection_that_asks_slowly_after_an_answer_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("manyhands.transport.http_connections.REQUEST_TIMEOUT_S", 1.0)
     port = int(served.server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), 60.0) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -361,7 +361,7 @@ def test_connection_that_asks_slowly_after_an_answer_is_ended(
 
 
 def test_browser_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.UNREAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("manyhands.transport.http_connections.UNREAD_TIMEOUT_S", 0.1)
     lazy = socket.socket()
     lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     lazy.connect(("127.0.0.1", int(served.server.url.rpartition(":")[2])))

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-from collections import Counter
 from pathlib import Path
 
-from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import INDEX
 from manyhands.recipes.albert.data.fetching import files_of, read_index
-from manyhands.transport.admission import source_of
+from manyhands.transport.http_connections import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
 ALL_INTERFACES = ("::", "0.0.0.0")
-MAX_ANSWERS = 256
-MAX_ANSWERS_PER_ADDRESS = 64
-"""Most files that are sent at once, in all and to one address, or one /64 of IPv6: above that a trainer is told to try
-again, and does. A trainer fetches one file at a time; many may share the address of their router."""
 
 
-class _CountedResponse(web.FileResponse):
-    """A file that counts as being sent to an address until it is sent."""
-
-    def __init__(self, path: Path, num_answers: Counter[str]) -> None:
-        super().__init__(path)
-        self._num_answers = num_answers
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Send the file."""
-        address = _source_of(request)
-        self._num_answers[address] += 1
-        try:
-            return await super().prepare(request)
-        finally:
-            self._num_answers[address] -= 1
-            if not self._num_answers[address]:
-                del self._num_answers[address]
-
-
-def application(folder: Path) -> web.Application:
+def application(folder: Path) -> Starlette:
     """A web application that serves the index and the files in it, whole or in ranges, and nothing else.
 
     Raises:
@@ -64,22 +43,36 @@ def application(folder: Path) -> web.Application:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder / name} is missing; manyhands data verify {folder} checks all files")
 
-    num_answers: Counter[str] = Counter()
-
-    async def send(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
+    async def send(request: Request) -> FileResponse:
+        name = request.path_params["name"]
         if name not in names:
-            raise web.HTTPNotFound
+            raise HTTPException(404)
         part = request.headers.get("Range")
-        address = _source_of(request)
-        if sum(num_answers.values()) >= MAX_ANSWERS or num_answers[address] >= MAX_ANSWERS_PER_ADDRESS:
-            raise web.HTTPServiceUnavailable(headers={"Retry-After": "10"})
-        logger.info("%s fetches %s%s", request.remote, name, f" ({part})" if part else "")
-        return _CountedResponse(folder / name, num_answers)
+        host = request.client.host if request.client is not None else "somebody"
+        logger.info("%s fetches %s%s", host, name, f" ({part})" if part else "")
+        return FileResponse(folder / name)
 
-    served = web.Application()
-    served.router.add_get("/{name}", send)
-    return served
+    return Starlette(routes=[Route("/{name}", send)])
+
+
+def server_of(folder: Path) -> uvicorn.Server:
+    """A server of :func:`application` with limits of connections; it needs a socket.
+
+    Raises:
+        ConfigError: as there.
+    """
+    config = uvicorn.Config(
+        application(folder),
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.CRITICAL,  # mistakes of clients are not worth a line
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
 
 
 def serve(folder: Path, listen: str) -> None:
@@ -87,8 +80,9 @@ def serve(folder: Path, listen: str) -> None:
 
     Raises:
         ConfigError: the folder has no shards, or the port cannot be used.
+        KeyboardInterrupt: at the end.
     """
-    served = application(folder)
+    server = server_of(folder)
     address = Address.parse_listen(listen)
     family = socket.AF_INET6 if address.protocol.endswith("6") else socket.AF_INET
     is_for_all = address.host == "::" and socket.has_dualstack_ipv6()
@@ -103,12 +97,7 @@ def serve(folder: Path, listen: str) -> None:
         port = sock.getsockname()[1]
         logger.info("Serving %s", folder)
         logger.info("Trainers fetch it with: --dataset-url http://%s:%d/%s", _quoted(host), port, INDEX)
-        loop = asyncio.new_event_loop()
-        web.run_app(served, sock=sock, print=None, access_log=None, handle_signals=False, loop=loop, shutdown_timeout=1)
-
-
-def _source_of(request: web.BaseRequest) -> str:
-    return source_of(request.remote) if request.remote else ""
+        server.run(sockets=[sock])
 
 
 def _own_host() -> str:
