@@ -15,7 +15,7 @@ from manyhands.access.invitation import DOMAIN as INVITATION_DOMAIN
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.lease import DOMAIN as LEASE_DOMAIN
 from manyhands.access.lease import SignedLease
-from manyhands.access.ledger import Ledger
+from manyhands.access.ledger import Accounts, HeldLease, Invitations, Ledger, Uses
 from manyhands.access.members import readable
 from manyhands.access.messages import (
     CHARTER_RECORDS,
@@ -32,6 +32,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import BadSignature, ConfigError, ProtocolViolation
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import PREFIX, Ticket, split_tickets
+from manyhands.cli.access_commands import described
 from manyhands.dht.records import decode_value, encode_value
 from tests.fuzz.target import REMOTE, Target, decoded
 from tests.network import identity_of
@@ -44,6 +45,7 @@ LEASE = SignedLease.sign(COORDINATOR, Lease(CHARTER.digest, PEER.peer_id, "train
 INVITATION = SignedInvitation.sign(
     COORDINATOR, Invitation(CHARTER.digest, bytes(12), 5, 1.7e9, COORDINATOR.peer_id, "observer", PEER.peer_id)
 )
+NOW = 1.69e9
 ADDRESS = Address.parse(f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER.peer_id}")
 TICKETS = [
     Ticket("ours", [ADDRESS], b"d" * 16),
@@ -142,6 +144,32 @@ def _bans(data: bytes) -> None:
         _cleared(state_dir)
 
 
+def _members_file(data: bytes) -> None:
+    """The file of the coordinator: who came by which invitation, and until when."""
+    state_dir = _file("members.json", data)
+    try:
+        ledger = Ledger(state_dir)
+        for entry in ledger.members():
+            described(entry, NOW)
+            ledger.used_by(entry.peer_id)
+        ledger.to_save(NOW)()
+        Ledger(state_dir)
+    finally:
+        _cleared(state_dir)
+
+
+def _invitations_file(data: bytes) -> None:
+    """The file of ``manyhands invite`` and ``run revoke-invitation``: each writes to it what the other one has."""
+    state_dir = _file("invitations.json", data)
+    try:
+        ledger = Ledger(state_dir)
+        ledger.note_issued(INVITATION.invitation, NOW)
+        ledger.revoke(INVITATION.invitation.id.hex(), NOW)
+        assert INVITATION.invitation.id.hex() in Ledger(state_dir).invitations.revoked
+    finally:
+        _cleared(state_dir)
+
+
 def _charter_file(data: bytes) -> None:
     state_dir = _file("charter", data)
     try:
@@ -169,6 +197,12 @@ def _decoder(name: str, *seeds: msgspec.Struct) -> Target:
 
 _SIGNED_ERRORS = (ProtocolViolation, BadSignature)
 _RECORD = CharterRecord(CHARTER.signed.encoded(), [str(ADDRESS)], [PEER.peer_id], 1.7e9)
+_MEMBERS = msgspec.json.encode(
+    Accounts(
+        {INVITATION.invitation.id.hex(): Uses(1.7e9, [PEER.peer_id], 5)}, {PEER.peer_id: HeldLease("trainer", 1.7e9)}
+    )
+)
+_INVITATIONS = msgspec.json.encode(Invitations({"0" * 24: 1.7e9}, {"1" * 24: 1.7e9}))
 _SIGNED = [CHARTER.signed, LEASE.signed, INVITATION.signed]
 
 TARGETS = [
@@ -184,6 +218,14 @@ TARGETS = [
     ),
     Target(
         name="access.bans-file", seeds=[b'{"banned_at": {"12D3KooW": 1.5}}'], run=_bans, errors=(ConfigError,),
+        kind="bytes", weight=0.3,
+    ),
+    Target(
+        name="access.members-file", seeds=[_MEMBERS], run=_members_file, errors=(ConfigError,), kind="bytes",
+        weight=0.3,
+    ),
+    Target(
+        name="access.invitations-file", seeds=[_INVITATIONS], run=_invitations_file, errors=(ConfigError,),
         kind="bytes", weight=0.3,
     ),
     Target(
