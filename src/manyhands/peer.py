@@ -270,7 +270,7 @@ class Presence:
         for close_part in parts:
             name = getattr(close_part, "__qualname__", repr(close_part))
             try:
-                async with time_limit(PART_CLOSE_TIMEOUT_S, f"for {name} of this peer"):
+                async with time_limit(PART_CLOSE_TIMEOUT_S, f"closing a part of this peer ({name})"):
                     await close_part()
             except Timeout as error:
                 logger.warning("%s", error)

@@ -263,4 +263,4 @@ class Coordinator:
         try:
             self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
         except OSError as error:
-            logger.warning("Cannot write the coordinator's files: %s; trying again", error)
+            logger.warning("Cannot save the addresses of this coordinator: %s; trying again", error)

@@ -483,7 +483,10 @@ class Members:
             self._missed_at = asyncio.get_running_loop().time()
             self._tell_away(error)
         except Refused as refusal:
-            logger.warning("The lease of this peer in run %s is not renewed: %s", self.charter.run_id, refusal.message)
+            logger.warning(
+                "The lease of this peer in run %s is not renewed, so it takes part until that has expired: %s",
+                self.charter.run_id, refusal.message,
+            )  # fmt: skip
         else:
             if self._is_away_told:
                 logger.info("A coordinator of run %s answers again", self.charter.run_id)

@@ -192,7 +192,7 @@ class Checkpoints:
                 self._optimizer.settle()
             except Timeout as error:
                 self._tried_step = self._optimizer.global_step
-                logger.warning("No checkpoint is saved now: %s", error)
+                logger.warning("No checkpoint of step %d is saved: %s", self._tried_step, error)
                 return
             step = self._tried_step = self._optimizer.global_step
             if step <= self._saved_step:

@@ -87,10 +87,10 @@ class Keeping:
             try:
                 self._keep(peer)
             except ConfigError as error:
-                logger.warning("The monitor goes on, but no checkpoints are kept: %s", error)
+                logger.warning("The monitor goes on, but keeps no checkpoints until it is started again: %s", error)
                 return
             except ManyhandsError as error:
-                logger.warning("No checkpoint is kept for now: %s", error)
+                logger.warning("No checkpoint is kept for now: %s; trying again in %.3g s", error, RETRY_PERIOD_S)
                 peer.sleep(RETRY_PERIOD_S)
 
     def _keep(self, peer: Peer) -> None:

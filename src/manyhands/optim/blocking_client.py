@@ -170,7 +170,7 @@ class BlockingRunClient:
         try:
             yield
         except Timeout as error:
-            logger.warning("%s; going on with the next batch", error)
+            logger.warning("%s; going on with the next batch. Is this machine overloaded, or was it asleep?", error)
 
     def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decide:
         """Report what this peer has accumulated; returns what to do next."""

@@ -231,7 +231,7 @@ async def publish_metrics(
     try:
         await dht.store(key, msgspec.to_builtins(record, builtin_types=(bytes,)), ttl_s, subkey=own_id)
     except ManyhandsError as error:
-        logger.warning("%s of step %d cannot be published: %s", key, record.step, error)
+        logger.warning("%s of step %d is not published, so monitors lack it: %s", key, record.step, error)
 
 
 async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[PeerId, R]:

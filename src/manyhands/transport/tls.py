@@ -52,6 +52,7 @@ class TlsListener:
         self._silent: dict[socket.socket, str] = {}
         self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
+        self._is_failing = False  # and that was told
         for sock in sockets:
             self._resume(sock)
 
@@ -70,10 +71,16 @@ class TlsListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            logger.warning("Cannot accept connections: %s; trying again in %.3g s", error.strerror, ACCEPT_PAUSE_S)
+            if not self._is_failing:
+                logger.warning(
+                    "Cannot accept connections: %s; trying again each %.3g s. If too many files are open, raise their "
+                    "limit (ulimit -n)", error.strerror, ACCEPT_PAUSE_S,
+                )  # fmt: skip
+            self._is_failing = True
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
+        self._is_failing = False
         if not self._admission.is_within_rate(host, loop.time()):
             logger.debug("too many handshakes a second from %s", host)
             sock.close()

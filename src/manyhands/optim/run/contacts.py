@@ -132,7 +132,9 @@ class Contacts:
         if not hidden or now < self._silent_at + TWO_DIALS_S:
             return
         if await self.any_answers(hidden):
-            logger.warning("The DHT shows no record of some peers of the last rounds that answer")
+            logger.warning(
+                "The DHT shows no record of some peers of the last rounds that answer: this peer waits for them"
+            )
         else:
             self._silent_at = now
 
