@@ -90,9 +90,11 @@ def card_of(summary: TrainingSummary) -> Card:
         ),
         ("samples", samples),
     ]
-    if summary.first_loss is not None and summary.last_loss is not None:
+    if summary.first_loss is not None and not summary.num_steps:
+        lines.append(("loss", f"{summary.first_loss:.4f} on your samples, before a step with them"))
+    elif summary.first_loss is not None and summary.last_loss is not None:
         lines.append(("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last, on your samples"))
-    if (heldout := summary.heldout) is not None:
+    if (heldout := summary.heldout) is not None and heldout.before != heldout.after:  # else the model has not changed
         what = f"on {counted(heldout.num_samples, 'sample')} that nobody trains on"
         lines.append(("held-out loss", f"{heldout.before:.4f} before, {heldout.after:.4f} after, {what}"))
     if summary.folder is None:

@@ -120,6 +120,13 @@ def test_a_trainer_that_made_no_step_has_a_card() -> None:
     assert not {"loss", "held-out loss"} & dict(lines).keys()
 
 
+def test_the_card_of_a_trainer_that_was_ended_before_its_first_step_tells_no_progress() -> None:
+    unchanged = HeldoutLosses(before=9.0459, after=9.0459, num_samples=64)
+    _, lines = card_of(replace(ACCOUNT, step=0, num_steps=0, first_loss=9.0421, last_loss=9.0421, heldout=unchanged))
+    assert dict(lines)["loss"] == "9.0421 on your samples, before a step with them"
+    assert "held-out loss" not in dict(lines)
+
+
 def test_samples_of_an_unfinished_step_are_told_apart() -> None:
     _, lines = card_of(
         replace(ACCOUNT, num_steps=0, samples_used=0, samples_counted=0, samples_of_all=0, samples_lost=257)
