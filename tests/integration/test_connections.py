@@ -7,7 +7,6 @@ import random
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import msgspec
@@ -15,12 +14,11 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
+from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import AddressSource, Endpoint, RpcConfig, StreamMethod
-from manyhands.rpc.calling import ITEMS_AHEAD
+from manyhands.rpc import AddressSource, Endpoint, RpcConfig
 from manyhands.rpc.dialling import in_turns
-from manyhands.rpc.frames import CallFailure, Cancel, Drain, Hello, Item, Request, encode_frame, send_frame
+from manyhands.rpc.frames import Cancel, Drain, Hello, Request, send_frame
 from manyhands.transport import Stream
 from tests.network import (
     ECHO,
@@ -41,7 +39,6 @@ from tests.network import (
 )
 from tests.sweeps import few_of
 
-COUNT: StreamMethod[Text, Text] = StreamMethod("test.count", Text, Text)
 SHORT_IDLE = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=5.0, idle_timeout_s=0.2)
 
 
@@ -289,130 +286,6 @@ def test_families_take_turns_and_names_count_as_ipv4() -> None:
     texts = ["127.0.0.1:1", "127.0.0.1:2", "localhost:3", "[::1]:4", "[::1]:5"]
     in_order = in_turns([Address.parse(text) for text in texts])
     assert [address.port for address in in_order] == [4, 1, 5, 2, 3]
-
-
-# streaming calls
-
-
-async def counting(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-    for number in range(int(request.text)):
-        yield Text(str(number))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_items", [0, 1, ITEMS_AHEAD, 1000])
-async def test_a_streaming_call_brings_all_items_in_order(kind: str, num_items: int) -> None:
-    async with endpoints(2, kind=kind) as (here, there):
-        there.handle_stream(COUNT, counting)
-        items = [item.text async for item in here.stream(there.peer_id, COUNT, Text(str(num_items)))]
-        assert items == [str(number) for number in range(num_items)]
-
-
-async def test_the_sender_of_items_waits_for_a_slow_taker() -> None:
-    produced = 0
-
-    async def endless(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-        nonlocal produced
-        while True:
-            produced += 1
-            yield Text("x" * 1000)
-
-    async with endpoints(2, kind="tls") as (here, there):
-        there.handle_stream(COUNT, endless)
-        items = here.stream(there.peer_id, COUNT, Text(""))
-        for _ in range(5):
-            await anext(items)
-        await asyncio.sleep(0.2)
-        assert produced <= 2 * ITEMS_AHEAD + 5
-        await items.aclose()
-
-
-async def test_a_caller_who_leaves_early_ends_the_handler_within_a_quarter_second() -> None:
-    ended = asyncio.Event()
-
-    async def endless(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-        try:
-            while True:
-                yield Text("hi")
-        finally:
-            ended.set()
-
-    async with endpoints(2, kind="tls") as (here, there):
-        there.handle_stream(COUNT, endless)
-        items = here.stream(there.peer_id, COUNT, Text(""))
-        await anext(items)
-        await items.aclose()
-        await asyncio.wait_for(ended.wait(), PATIENCE_S)
-
-
-async def test_a_streaming_handler_that_fails_half_way_gives_a_typed_error() -> None:
-    async def broken(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-        yield Text("one")
-        raise ValueError("a secret")
-
-    async with endpoints(2, kind="tls") as (here, there):
-        there.handle_stream(COUNT, broken)
-        items = here.stream(there.peer_id, COUNT, Text(""))
-        assert (await anext(items)).text == "one"
-        with pytest.raises(PeerError, match="its log says why") as caught:
-            await anext(items)
-        assert "secret" not in str(caught.value)
-
-
-async def test_a_streaming_call_has_a_deadline() -> None:
-    async def slow(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-        yield Text("one")
-        await asyncio.Event().wait()
-
-    async with endpoints(2, kind="tls") as (here, there):
-        there.handle_stream(COUNT, slow)
-        items = here.stream(there.peer_id, COUNT, Text(""), timeout_s=0.3)
-        await anext(items)
-        with pytest.raises(Unavailable):
-            await anext(items)
-
-
-async def test_a_lost_peer_ends_its_streaming_calls() -> None:
-    async def slow(remote: PeerId, request: Text) -> AsyncIterator[Text]:
-        yield Text("one")
-        await asyncio.Event().wait()
-
-    async with endpoints(2, kind="tls") as (here, there):
-        there.handle_stream(COUNT, slow)
-        items = here.stream(there.peer_id, COUNT, Text(""))
-        await anext(items)
-        there.wire.abort_all()
-        with pytest.raises(PeerLost):
-            await anext(items)
-
-
-async def test_streaming_and_unary_methods_are_not_confused() -> None:
-    async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
-        serve_echo(there)
-        there.handle_stream(COUNT, counting)
-        body = msgspec.Raw(msgspec.msgpack.encode(Text("3")))
-        for request in (Request(1, ECHO.name, 5.0, body, 8), Request(2, COUNT.name, 5.0, body)):
-            await send_frame(stream, request)
-            failure = await next_frame(stream, CallFailure)
-            assert isinstance(failure, CallFailure)
-            assert failure.code == "unknown_method"
-
-
-async def test_a_peer_that_sends_more_items_than_it_may_is_dropped() -> None:
-    async with endpoints(1, kind="tls") as (here,), raw_control(here) as stream:
-        items = here.stream(identity_of(99).peer_id, COUNT, Text(""))
-        taking = asyncio.ensure_future(anext(items))
-        request = await next_frame(stream, Request)
-        assert isinstance(request, Request)
-        for _ in range(ITEMS_AHEAD + 2):
-            stream.send_now(encode_frame(Item(request.id, msgspec.Raw(msgspec.msgpack.encode(Text("x"))))))
-        await taking
-        async with time_limit(PATIENCE_S, "to be dropped"):
-            await stream.wait_closed()
-        assert here.counters["protocol_violations"] == 1
-        with pytest.raises((PeerLost, ProtocolViolation)):
-            async for _ in items:
-                pass
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -16,18 +16,13 @@ from manyhands.rpc.frames import (
     UNREADABLE,
     CallFailure,
     Cancel,
-    Item,
     Request,
     Response,
-    WindowUpdate,
     encode_frame,
     readable,
 )
-from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
+from manyhands.rpc.method import Method, RequestT, ResponseT
 from manyhands.transport.api import ControlStream
-
-ITEMS_AHEAD = 32
-"""Items of a streaming call that may arrive before the caller has taken them."""
 
 SMALL_BYTES = 1 << 16
 """Messages of up to this size are sent without waiting."""
@@ -37,7 +32,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Calls:
-    """Unary and streaming calls that wait for their answers.
+    """Calls that wait for their answers.
 
     Args:
         on_sent: called when a large request was sent or cancelled.
@@ -53,7 +48,6 @@ class Calls:
         self._counters = counters
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._items: dict[int, _Items] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -85,44 +79,11 @@ class Calls:
             raise self._error_of(answer)
         return self._decoded(answer.body, method.response, method.name)
 
-    async def stream(
-        self, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float
-    ) -> AsyncGenerator[ResponseT, None]:
-        """See :meth:`manyhands.rpc.Endpoint.stream`."""
-        loop = asyncio.get_running_loop()
-        call_id = next(self._ids)
-        body = msgspec.Raw(msgspec.msgpack.encode(request))
-        answered = self._waiting[call_id] = loop.create_future()
-        items = self._items[call_id] = _Items(answered)
-        timer = self._deadline(answered, method.name, timeout_s)
-        try:
-            await self._send(Request(call_id, method.name, timeout_s, body, ITEMS_AHEAD), answered)
-            num_taken = 0
-            while (item := await items.next()) is not None:
-                num_taken += 1
-                if num_taken % (ITEMS_AHEAD // 2) == 0:
-                    self._send_soon(WindowUpdate(call_id, ITEMS_AHEAD // 2))
-                yield self._decoded(item, method.item, method.name)
-            answer = answered.result()
-            if not isinstance(answer, Response):
-                raise self._error_of(answer)
-        finally:
-            timer.cancel()
-            del self._waiting[call_id], self._items[call_id]
-            if not answered.done() or isinstance(answered.result(), Timeout):
-                self._send_soon(Cancel(call_id))
-
     def answered(self, frame: Response | CallFailure) -> None:
         """Handle the end of a call; ignored if its caller has given up."""
         answered = self._waiting.get(frame.id)
         if answered is not None and not answered.done():
             answered.set_result(frame)
-
-    def item(self, frame: Item) -> None:
-        """Handle one item of a streaming call."""
-        items = self._items.get(frame.id)
-        if items is not None and not items.add(frame.body):
-            raise ProtocolViolation(self._stream.remote, f"sent more than the {ITEMS_AHEAD} items allowed ahead")
 
     def end(self, error: PeerLost) -> None:
         """Fail all calls, as the connection is lost."""
@@ -150,7 +111,7 @@ class Calls:
         if not sending.cancelled():
             sending.result()
 
-    def _send_soon(self, frame: Cancel | WindowUpdate) -> None:
+    def _send_soon(self, frame: Cancel) -> None:
         with suppress(PeerLost):  # the connection handles it
             self._stream.send_now(encode_frame(frame))
 
@@ -181,32 +142,3 @@ class Calls:
         if answer.code == "internal":
             return PeerError(remote, message)
         return Refused(remote, readable(answer.code), message)
-
-
-class _Items:
-    """Items that have arrived and were not taken yet."""
-
-    def __init__(self, answered: asyncio.Future[Answer]) -> None:
-        self._answered = answered
-        self._waiting: deque[msgspec.Raw] = deque()
-        self._wake: asyncio.Future[None] | None = None
-        answered.add_done_callback(lambda _: self._wake_up())
-
-    def add(self, body: msgspec.Raw) -> bool:
-        """Add an item; return whether there was room."""
-        self._waiting.append(body)
-        self._wake_up()
-        return len(self._waiting) <= ITEMS_AHEAD
-
-    async def next(self) -> msgspec.Raw | None:
-        """Return the next item in order; None after the last."""
-        while not self._waiting:
-            if self._answered.done():
-                return None
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        return self._waiting.popleft()
-
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
@@ -21,17 +21,15 @@ from manyhands.rpc.frames import (
     Frame,
     FrameReader,
     Goodbye,
-    Item,
     Ping,
     Pong,
     Request,
     Response,
-    WindowUpdate,
     encode_frame,
     readable,
     send_frame,
 )
-from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
+from manyhands.rpc.method import Method, RequestT, ResponseT
 from manyhands.rpc.serving import Served, Serving
 from manyhands.rpc.ways import DIRECT, Way
 from manyhands.runtime.tasks import TaskOwner
@@ -165,18 +163,6 @@ class ControlConnection:
         finally:
             self._used()
 
-    async def stream(
-        self, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float
-    ) -> AsyncGenerator[ResponseT, None]:
-        """See :meth:`manyhands.rpc.Endpoint.stream`."""
-        self._check_lost()
-        try:
-            async with aclosing(self._calls.stream(method, request, timeout_s)) as items:
-                async for item in items:
-                    yield item
-        finally:
-            self._used()
-
     def retire(self) -> None:
         """Begin no more calls; close the connection once those running at both ends are answered."""
         if self.is_open:
@@ -281,10 +267,6 @@ class ControlConnection:
             self._serving.begin(frame)
         elif isinstance(frame, (Response, CallFailure)):
             self._calls.answered(frame)
-        elif isinstance(frame, Item):
-            self._calls.item(frame)
-        elif isinstance(frame, WindowUpdate):
-            self._serving.credit(frame.id, frame.num_items)
         elif isinstance(frame, Cancel):
             self._serving.cancel(frame.id)
         elif isinstance(frame, Ping):

@@ -9,8 +9,8 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -41,7 +41,7 @@ from manyhands.rpc.dialled_back_streams import DIAL_BACK, DIAL_BULK, DialBackStr
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.gate_protocol import Gate
-from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
+from manyhands.rpc.method import Method, RequestT, ResponseT
 from manyhands.rpc.openers import Openers
 from manyhands.rpc.outside import OutsideView
 from manyhands.rpc.pool import ConnectionPool
@@ -289,23 +289,14 @@ class Endpoint:
         Args:
             guard: ``guard(remote)`` is called before a request is decoded, and raises ``Refused`` to refuse it.
         """
-        self._serve(Served(method, handler, not inspect.iscoroutinefunction(handler), guard))
-
-    def handle_stream(
-        self, method: StreamMethod[RequestT, ResponseT], handler: Callable[[PeerId, RequestT], AsyncIterator[ResponseT]]
-    ) -> None:
-        """Serve ``method``: ``handler(remote, request)`` yields the items, as fast as the caller takes them."""
-        self._serve(Served(method, handler))
-
-    def _serve(self, served: Served) -> None:
-        name = served.method.name
-        if name in self._handlers:
+        if method.name in self._handlers:
             raise ConfigError(
-                f"method {name} is served already; close the object that serves it, or give the new one another peer"
+                f"method {method.name} is served already; close the object that serves it, or give the new one another "
+                "peer"
             )
-        self._handlers[name] = served
+        self._handlers[method.name] = Served(method, handler, not inspect.iscoroutinefunction(handler), guard)
 
-    def unhandle(self, method: Method[Any, Any] | StreamMethod[Any, Any]) -> None:
+    def unhandle(self, method: Method[Any, Any]) -> None:
         """Stop serving ``method``."""
         self._handlers.pop(method.name, None)
 
@@ -506,23 +497,6 @@ class Endpoint:
         deadline = loop.time() + timeout_s
         connection = await self._connection(peer_id, timeout_s)
         return await connection.call(method, request, max(deadline - loop.time(), 0.01))
-
-    async def stream(
-        self, peer_id: PeerId, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float = 30.0
-    ) -> AsyncGenerator[ResponseT, None]:
-        """Call a method that answers with many items; leaving the iteration early ends it at the other peer as well.
-
-        Args:
-            timeout_s: for the whole call, including the time that the caller takes for the items.
-        Raises:
-            as :meth:`call`, also between items.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        connection = await self._connection(peer_id, timeout_s)
-        async with aclosing(connection.stream(method, request, max(deadline - loop.time(), 0.01))) as items:
-            async for item in items:
-                yield item
 
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0, *, size_bytes: int = 0

@@ -21,8 +21,6 @@ MAX_FRAME_BYTES = (1 << 20) - 4
 
 MAX_TEXT = 500  # characters of a message for people
 
-MAX_WINDOW = 1024  # items of one streaming call in flight
-
 MAX_HEADER_BYTES = 1 << 16  # of a bulk stream
 
 MAX_STRIPES = 8  # connections that carry one bulk stream
@@ -91,38 +89,20 @@ class Reject(msgspec.Struct, tag="reject"):
     message: str
 
 
-class Request(msgspec.Struct, tag="request", omit_defaults=True):
-    """A call; ``timeout_s`` is how long the caller waits.
-
-    A ``window`` makes it a streaming call, and limits the items sent before the first :class:`WindowUpdate`.
-    """
+class Request(msgspec.Struct, tag="request"):
+    """A call; ``timeout_s`` is how long the caller waits."""
 
     id: int
     method: str
     timeout_s: float
     body: msgspec.Raw
-    window: Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)] = 0
 
 
 class Response(msgspec.Struct, tag="response"):
-    """The result of a call; for a streaming call it marks the end and has no content."""
+    """The result of a call."""
 
     id: int
     body: msgspec.Raw
-
-
-class Item(msgspec.Struct, tag="item"):
-    """One result of a streaming call."""
-
-    id: int
-    body: msgspec.Raw
-
-
-class WindowUpdate(msgspec.Struct, tag="credit"):
-    """Allows ``num_items`` more items of a streaming call."""
-
-    id: int
-    num_items: Annotated[int, msgspec.Meta(ge=1, le=MAX_WINDOW)]
 
 
 class CallFailure(msgspec.Struct, tag="failure"):
@@ -160,21 +140,7 @@ class Goodbye(msgspec.Struct, tag="goodbye"):
     reason: str
 
 
-Frame = (
-    Hello
-    | Welcome
-    | Reject
-    | Request
-    | Response
-    | Item
-    | WindowUpdate
-    | CallFailure
-    | Cancel
-    | Ping
-    | Pong
-    | Drain
-    | Goodbye
-)
+Frame = Hello | Welcome | Reject | Request | Response | CallFailure | Cancel | Ping | Pong | Drain | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)

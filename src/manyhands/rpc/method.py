@@ -15,7 +15,7 @@ ResponseT = TypeVar("ResponseT", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Method(Generic[RequestT, ResponseT]):
-    """A unary call between peers.
+    """A call between peers.
 
     Attributes:
         name: ``part.verb``, unique on the wire.
@@ -29,20 +29,3 @@ class Method(Generic[RequestT, ResponseT]):
 
     def __post_init__(self) -> None:
         make_ready(self.request, self.response)
-
-
-@dataclass(frozen=True)
-class StreamMethod(Generic[RequestT, ResponseT]):
-    """A streaming call, which is answered by any number of items.
-
-    Attributes:
-        name, request: as in a :class:`Method`.
-        item: msgspec struct of each item.
-    """
-
-    name: str
-    request: type[RequestT]
-    item: type[ResponseT]
-
-    def __post_init__(self) -> None:
-        make_ready(self.request, self.item)

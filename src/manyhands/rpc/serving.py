@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,15 +17,14 @@ from manyhands.base.errors import ManyhandsError, PeerLost, Refused, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.base.rate import Buckets
 from manyhands.rpc.calling import SMALL_BYTES
-from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, CallFailure, Item, Request, Response, encode_frame
-from manyhands.rpc.method import Method, StreamMethod
+from manyhands.rpc.frames import MAX_TEXT, UNREADABLE, CallFailure, Request, Response, encode_frame
+from manyhands.rpc.method import Method
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct] | msgspec.Struct]
-StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
 
 
 Guard = Callable[[PeerId], None]
@@ -38,9 +37,9 @@ class Served(NamedTuple):
     The guard is called before a request is decoded.
     """
 
-    method: Method[Any, Any] | StreamMethod[Any, Any]
-    handler: Handler | StreamHandler
-    is_prompt: bool = False
+    method: Method[Any, Any]
+    handler: Handler
+    is_prompt: bool
     guard: Guard | None = None
 
 
@@ -58,8 +57,6 @@ SEND_TIMEOUT_S = 60.0
 
 MAX_REQUEST_BYTES = 8 << 20
 """Bytes of all concurrent requests on one connection; above that, more are refused."""
-
-NIL = msgspec.Raw(b"\xc0")
 
 
 class Serving:
@@ -91,7 +88,6 @@ class Serving:
         self._num_request_bytes = 0
         self._cancelled: set[int] = set()
         self._serving: dict[int, asyncio.Task[None]] = {}
-        self._windows: dict[int, _Window] = {}
         self._tasks = TaskOwner(f"serving peer {stream.remote}")
 
     def __len__(self) -> int:
@@ -112,7 +108,7 @@ class Serving:
             self._send_now(_failure(request, "bad_request", f"a timeout of {request.timeout_s} s; it must be above 0"))
             return
         served = self._handlers.get(request.method)
-        if served is not None and served.is_prompt and not request.window:
+        if served is not None and served.is_prompt:
             self._answer_at_once(request, served)
         else:
             self._spawn(request, self._answer(request))
@@ -122,11 +118,6 @@ class Serving:
         if (task := self._serving.get(call_id)) is not None:
             self._cancelled.add(call_id)
             self._tasks.cancel(task)
-
-    def credit(self, call_id: int, num_items: int) -> None:
-        """Allow more items of a streaming call."""
-        if (window := self._windows.get(call_id)) is not None:
-            window.widen(num_items)
 
     def end(self) -> None:
         """Cancel all calls, as the connection is lost."""
@@ -198,13 +189,9 @@ class Serving:
 
     async def _handle(self, request: Request) -> bytes:
         served = self._handlers.get(request.method)
-        is_streaming = request.window > 0
-        if served is None or isinstance(served.method, StreamMethod) != is_streaming:
+        if served is None:
             raise Refused(self._stream.remote, "unknown_method", f"no method {request.method[:80]!r} here")
         outcome = served.handler(self._stream.remote, self._body_of(request, served))
-        if isinstance(outcome, AsyncIterator):
-            await self._send_items(request, outcome)
-            return encode_frame(Response(request.id, NIL))
         return _response(request, await outcome if isinstance(outcome, Awaitable) else outcome)
 
     def _body_of(self, request: Request, served: Served) -> msgspec.Struct:
@@ -216,17 +203,6 @@ class Serving:
             self._counters["protocol_violations"] += 1
             raise Refused(self._stream.remote, "bad_request", f"the request cannot be read: {error}") from error
         return body
-
-    async def _send_items(self, request: Request, items: AsyncIterator[msgspec.Struct]) -> None:
-        window = self._windows[request.id] = _Window(request.window)
-        try:
-            async for item in items:
-                await window.room()
-                await self._send(encode_frame(Item(request.id, msgspec.Raw(msgspec.msgpack.encode(item)))))
-        finally:
-            del self._windows[request.id]
-            if (close := getattr(items, "aclose", None)) is not None:
-                await close()
 
     async def _send(self, frame: bytes) -> None:
         if len(frame) <= SMALL_BYTES:
@@ -248,25 +224,6 @@ class Serving:
     def _send_now(self, frame: bytes) -> None:
         with suppress(PeerLost):  # the connection handles it
             self._stream.send_now(frame)
-
-
-class _Window:
-    """Flow control of a streaming call."""
-
-    def __init__(self, num_items: int) -> None:
-        self._num_items = num_items
-        self._widened = asyncio.Event()
-
-    def widen(self, num_items: int) -> None:
-        self._num_items = min(self._num_items + num_items, MAX_WINDOW)
-        self._widened.set()
-
-    async def room(self) -> None:
-        """Wait until one more item may be sent, and count it; the deadline of the call applies."""
-        while self._num_items == 0:
-            self._widened.clear()
-            await self._widened.wait()
-        self._num_items -= 1
 
 
 def _size_of(request: Request) -> int:

@@ -21,7 +21,6 @@ from manyhands.rpc.frames import (
     FrameReader,
     Goodbye,
     Hello,
-    Item,
     Ping,
     Pong,
     Reject,
@@ -29,7 +28,6 @@ from manyhands.rpc.frames import (
     Response,
     Stripe,
     Welcome,
-    WindowUpdate,
     encode_frame,
     readable,
     receive_frame,
@@ -64,11 +62,6 @@ GOLDEN: list[tuple[Frame, str]] = [
         "a974696d656f75745f73cb4004000000000000a4626f647981a474657874a26869",
     ),
     (
-        Request(8, "test.items", 2.5, BODY, 32),
-        "0000004d86a474797065a772657175657374a2696408a66d6574686f64aa746573742e6974656d73a974696d656f75745f73"
-        "cb4004000000000000a4626f647981a474657874a26869a677696e646f7720",
-    ),
-    (
         Hello("state", "", [], b"", Stripe(bytes(range(16)), 1, 4)),
         "0000004c83a474797065a568656c6c6fa7707572706f7365a57374617465a673747269706583a973747265616d5f6964c410"
         "000102030405060708090a0b0c0d0e0fa5696e64657801a5636f756e7404",
@@ -80,8 +73,6 @@ GOLDEN: list[tuple[Frame, str]] = [
         "a76d657373616765b6746f6f206d616e792063616c6c73206174206f6e6365",
     ),
     (Cancel(7), "0000001182a474797065a663616e63656ca2696407"),
-    (Item(7, BODY), "0000001d83a474797065a46974656da2696407a4626f647981a474657874a26869"),
-    (WindowUpdate(7, 16), "0000001c83a474797065a6637265646974a2696407a96e756d5f6974656d7310"),
     (Drain(), "0000000c81a474797065a5647261696e"),
     (Ping(), "0000000b81a474797065a470696e67"),
     (Pong(), "0000000b81a474797065a4706f6e67"),
