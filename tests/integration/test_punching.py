@@ -240,7 +240,7 @@ async def test_places_are_not_dialled_more_often_than_addresses_that_others_name
     async with endpoints(2) as (one, other):
         other.outside.note(one.peer_id, ("30.0.0.9", 4000), ("192.168.1.7", 4000))
         dialled = places_dialled(one, other)
-        for _ in range(dial_rules.PER_HOST.burst):
+        for _ in range(dial_rules.HEARD_BURST_OF_HOST):
             assert await dialled("/ip4/30.0.0.1/tcp/80")
         with pytest.raises(Refused, match="may be dialled"):
             await dialled("/ip4/30.0.0.1/tcp/80")

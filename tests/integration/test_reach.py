@@ -15,7 +15,7 @@ from manyhands.base.errors import Refused
 from manyhands.peer import Presence
 from manyhands.reach import DIAL_BACK, EXAMINE, REACHED
 from manyhands.reach.messages import DialBackRequest, DialOutcome, ExamineRequest, ReachedRequest
-from manyhands.reach.service import MAX_UNDER_WAY, PER_SOURCE
+from manyhands.reach.service import BURST_OF_SOURCE, MAX_UNDER_WAY
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
 from tests.integration.test_transport import silent_port
@@ -114,13 +114,13 @@ async def test_a_caller_from_the_internet_cannot_have_the_local_network_scanned(
 
 async def test_a_peer_that_asks_too_often_to_be_dialled_back_is_refused() -> None:
     async with two_peers() as (asked, caller):
-        for _ in range(PER_SOURCE.burst):
+        for _ in range(BURST_OF_SOURCE):
             await dialled(caller, caller.addresses[0])
-        with pytest.raises(Refused, match="too many requests to dial back; ask again in") as refused:
+        with pytest.raises(Refused, match="too many requests to dial back; ask again in 10 s") as refused:
             await dialled(caller, caller.addresses[0])
         assert refused.value.code == "busy"
         assert asked.endpoint.counters["refused_dial_backs"] == 1
-        assert asked.endpoint.counters["dial_backs"] == PER_SOURCE.burst
+        assert asked.endpoint.counters["dial_backs"] == BURST_OF_SOURCE
 
 
 async def test_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ async def test_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> No
         port = caller.addresses[0].port
         names = [f"/dns4/name{number}.example/tcp/{port}" for number in range(8)]
         outcomes = [*await dialled(caller, *names[:4]), *await dialled(caller, *names[4:])]
-        assert [outcome.code for outcome in outcomes] == [""] * PER_SOURCE.burst + ["not_allowed"] * 4
-        assert len(looked_up) == PER_SOURCE.burst
+        assert [outcome.code for outcome in outcomes] == [""] * BURST_OF_SOURCE + ["not_allowed"] * 4
+        assert len(looked_up) == BURST_OF_SOURCE
 
 
 async def test_dial_back_requests_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

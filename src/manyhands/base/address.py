@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, public_key_of
 
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)")
@@ -118,6 +120,16 @@ class Address:
     def is_loopback(self) -> bool:
         """Whether only this machine can dial it."""
         return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_loopback
+
+
+def ip_of(host: str) -> IpAddress:
+    """The IP address in a text, without its zone; one of IPv4 that is written as IPv6 in its own form.
+
+    Raises:
+        ValueError: it is none, such as a name.
+    """
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from manyhands.base.address import ip_of
+
 T = TypeVar("T")
 
 MAX_PER_NETWORK = 2
@@ -26,11 +28,9 @@ network has a majority of them."""
 def network_of(host: str) -> str:
     """Return the network of an IP address, or a host name unchanged."""
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ip_of(host)
     except ValueError:
         return host
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
     return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 

@@ -19,7 +19,7 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-from manyhands.base.rate import Buckets
+from manyhands.base.rate import Buckets, SharedBuckets
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
@@ -152,8 +152,7 @@ class Exchange:
         self._gate = RunGate(presence.endpoint, run_id, for_observers=True)
         self._method = RunEndpoint(presence.endpoint, run_id).method(HISTORY)
         self._history = history
-        self._of_peer = Buckets(REQUESTS_PER_S_OF_PEER)
-        self._of_all = Buckets(REQUESTS_PER_S)
+        self._requests = SharedBuckets(Buckets(REQUESTS_PER_S_OF_PEER), Buckets(REQUESTS_PER_S))
         presence.endpoint.handle(self._method, self._on_history, self._gate.check)
 
     def close(self) -> None:
@@ -163,8 +162,7 @@ class Exchange:
     # serve
 
     async def _on_history(self, remote: PeerId, request: HistoryRequest) -> HistoryResponse:
-        now = asyncio.get_running_loop().time()
-        if not (self._of_peer.take(remote, now) and self._of_all.take("", now)):
+        if not self._requests.take(remote, asyncio.get_running_loop().time()):
             raise Refused(remote, "too_many_requests", "ask for the history more slowly")
         return await asyncio.get_running_loop().run_in_executor(None, self._page, request)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.rate import Buckets, SharedBuckets
 from manyhands.dht.node import DhtNode
 from manyhands.reach.messages import (
     BAD_ADDRESS,
@@ -25,7 +26,7 @@ from manyhands.reach.messages import (
     ReachedRequest,
     ReachedResponse,
 )
-from manyhands.rpc.dial_rules import Allowance, Rate, may_dial
+from manyhands.rpc.dial_rules import may_dial
 from manyhands.rpc.endpoint import AGENT, Endpoint
 from manyhands.transport import tcp
 from manyhands.transport.admission import source_of
@@ -36,13 +37,14 @@ DIAL_TIMEOUT_S = 3.0
 MAX_UNDER_WAY = 4
 """Concurrent requests to dial back, of all peers."""
 
-PER_SOURCE = Rate(burst=4, period_s=10.0)
-"""Requests to dial back from one source: an IP address, or a /64 of IPv6, since peer ids cost nothing."""
+REQUESTS_PER_S_OF_SOURCE, BURST_OF_SOURCE = 0.1, 4
+"""Requests to dial back, or name lookups, a second and at once, from one source: an IP address, or a /64 of IPv6, since
+peer ids cost nothing."""
 
-IN_ALL = Rate(burst=16, period_s=1.0)
-"""Requests to dial back from all sources together."""
+REQUESTS_PER_S, BURST = 1.0, 16
+"""The same from all sources together."""
 
-NAMES_IN_ALL = Rate(burst=8, period_s=4.0)
+NAMES_PER_S, NAMES_BURST = 0.25, 8
 """Name lookups for others. A lookup can occupy one of the few threads for this peer's own dials for half a minute
 (:data:`manyhands.transport.tcp.MAX_LOOKUPS`); with this rate they never occupy more than half of them."""
 
@@ -67,8 +69,10 @@ class Reach:
         self._endpoint = endpoint
         self._dht = dht
         self._wall_clock = wall_clock
-        self._requests = Allowance(PER_SOURCE, IN_ALL)
-        self._names = Allowance(PER_SOURCE, NAMES_IN_ALL)
+        each = Buckets(REQUESTS_PER_S_OF_SOURCE, BURST_OF_SOURCE)
+        self._requests = SharedBuckets(each, Buckets(REQUESTS_PER_S, BURST))
+        names = Buckets(REQUESTS_PER_S_OF_SOURCE, BURST_OF_SOURCE)
+        self._names = SharedBuckets(names, Buckets(NAMES_PER_S, NAMES_BURST))
         self._num_under_way = 0
         endpoint.handle(EXAMINE, self._on_examine)
         endpoint.handle(DIAL_BACK, self._on_dial_back)
@@ -89,8 +93,8 @@ class Reach:
             )
         if self._num_under_way >= MAX_UNDER_WAY:
             self._refuse("this peer is dialling back for others; ask again in a few seconds")
-        if wait_s := self._requests.take(source_of(host), asyncio.get_running_loop().time()):
-            self._refuse(f"too many requests to dial back; ask again in {wait_s:.0f} s")
+        if not self._requests.take(source_of(host), asyncio.get_running_loop().time()):
+            self._refuse("too many requests to dial back; ask again in 10 s")
         self._endpoint.counters["dial_backs"] += 1
         self._num_under_way += 1
         try:
@@ -130,7 +134,7 @@ class Reach:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DIAL_TIMEOUT_S
-        if not address.protocol.startswith("ip") and self._names.take(source_of(caller_host), loop.time()):
+        if not address.protocol.startswith("ip") and not self._names.take(source_of(caller_host), loop.time()):
             raise _NotAllowed("too many name lookups for other peers")
         places = await tcp.look_up(address, DIAL_TIMEOUT_S)
         allowed = [place for place in places if may_dial(str(place[4][0]), caller_host)]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from manyhands.base.address import IpAddress, ip_of
+from manyhands.base.rate import Buckets, SharedBuckets
 from manyhands.transport.admission import source_of
 
 FIRST_USER_PORT = 1024
 """Lowest port that is dialled in local networks and on this machine: lower ones belong to services such as SSH. On the
 internet any port is dialled."""
-
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 _BLOCKS = [
     ipaddress.ip_network(text)
@@ -37,8 +34,8 @@ def may_dial(target: str, caller: str) -> bool:
     the internet cannot make this peer dial into its local network, and a caller on that network cannot make it dial
     this machine. Link-local and other special addresses, where clouds serve credentials, are never allowed.
     """
-    target_ip = _ip_of(target)
-    caller_ip = _ip_of(caller)
+    target_ip = ip_of(target)
+    caller_ip = ip_of(caller)
     if target_ip.is_multicast or target_ip.is_unspecified:
         return False
     if target_ip == caller_ip:
@@ -61,8 +58,8 @@ def may_dial_heard(target: str, port: int, own_hosts: Collection[str], sayer: st
             local networks are allowed.
         sayer: the IP address of the peer that announces the address as its own; empty for hearsay.
     """
-    ip = _ip_of(target)
-    own_ips = [_ip_of(host) for host in own_hosts]
+    ip = ip_of(target)
+    own_ips = [ip_of(host) for host in own_hosts]
     if ip.is_multicast or ip.is_unspecified or ip.is_link_local or (ip.is_reserved and not ip.is_loopback):
         return False
     if ip.is_global and ip not in own_ips:
@@ -86,73 +83,11 @@ def _realm_of(ip: IpAddress) -> _Realm:
     return _Realm.INTERNET if ip.is_global else _Realm.PRIVATE
 
 
-def _ip_of(host: str) -> IpAddress:
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        return ip.ipv4_mapped
-    return ip
+HEARD_PER_S_OF_HOST, HEARD_BURST_OF_HOST = 0.5, 64
+"""Failed dials a second, and at once, of addresses that others name, for each host: an IP address, or a /64 of IPv6."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """A rate of events: a burst, then one event in each period.
-
-    Attributes:
-        burst: events that are allowed at once.
-        period_s: seconds until one more is allowed.
-    """
-
-    burst: int
-    period_s: float
-
-
-class Allowance:
-    """Limits how often something may be done, per source and in total.
-
-    It stores one instant per source: the time until which past events are paid for (the generic cell rate algorithm,
-    ITU-T I.371). Sources whose instant has passed are dropped, so ``in_all`` limits their number.
-    """
-
-    def __init__(self, per_source: Rate, in_all: Rate) -> None:
-        self._per_source = per_source
-        self._in_all = in_all
-        self._paid_until = -math.inf
-        self._paid_until_of: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._paid_until_of)
-
-    def take(self, source: str, now: float) -> float:
-        """Count one event, or return how long to wait and count nothing.
-
-        Args:
-            now: seconds of a monotonic clock.
-        Returns:
-            0.0 if it is allowed, else seconds.
-        """
-        for other, paid_until in list(self._paid_until_of.items()):
-            if paid_until <= now:
-                del self._paid_until_of[other]
-        of_source = max(self._paid_until_of.get(source, now), now)
-        of_all = max(self._paid_until, now)
-        wait_s = max(_wait_s(of_source, self._per_source, now), _wait_s(of_all, self._in_all, now))
-        if wait_s <= 0.0:
-            self._paid_until_of[source] = of_source + self._per_source.period_s
-            self._paid_until = of_all + self._in_all.period_s
-        return max(wait_s, 0.0)
-
-    def give_back(self, source: str) -> None:
-        """Undo :meth:`take` for one event."""
-        self._paid_until -= self._in_all.period_s
-        if source in self._paid_until_of:
-            self._paid_until_of[source] -= self._per_source.period_s
-
-
-PER_HOST = Rate(burst=64, period_s=2.0)
-"""Failed dials of addresses that others name, per host: an IP address, or a /64 of IPv6."""
-
-HEARD_IN_ALL = Rate(burst=1024, period_s=0.1)
-"""Failed dials of addresses that others name, for all hosts together."""
+HEARD_PER_S, HEARD_BURST = 10.0, 1024
+"""The same for all hosts together."""
 
 
 class HeardDials:
@@ -164,7 +99,9 @@ class HeardDials:
 
     def __init__(self, own_hosts: set[str] | None = None) -> None:
         self.own_hosts: set[str] = set() if own_hosts is None else own_hosts
-        self._allowance = Allowance(PER_HOST, HEARD_IN_ALL)
+        self._dials = SharedBuckets(
+            Buckets(HEARD_PER_S_OF_HOST, HEARD_BURST_OF_HOST), Buckets(HEARD_PER_S, HEARD_BURST)
+        )
 
     def refusal(self, host: str, port: int, sayer: str, now: float) -> str:
         """Count a dial; return why it is not allowed, or an empty string.
@@ -174,15 +111,10 @@ class HeardDials:
         """
         if not may_dial_heard(host, port, self.own_hosts, sayer):
             return f"{host}, port {port}, is neither on the internet nor in a network of this peer"
-        wait_s = 0.0 if _ip_of(host).is_loopback else self._allowance.take(source_of(host), now)
-        if wait_s > 0.0:
-            return f"too many failed dials to {host}; next attempt in {wait_s:.0f} s"
-        return ""
+        is_allowed = ip_of(host).is_loopback or self._dials.take(source_of(host), now)
+        return "" if is_allowed else f"too many failed dials to {host}, or of addresses that others name"
 
     def found(self, host: str) -> None:
         """Do not count a dial, as it found the peer."""
-        self._allowance.give_back(source_of(host))
-
-
-def _wait_s(paid_until: float, rate: Rate, now: float) -> float:
-    return paid_until - (rate.burst - 1) * rate.period_s - now
+        if not ip_of(host).is_loopback:
+            self._dials.give_back(source_of(host))

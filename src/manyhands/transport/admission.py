@@ -6,6 +6,7 @@ import ipaddress
 from collections import Counter
 from dataclasses import dataclass
 
+from manyhands.base.address import ip_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.rate import Buckets
 
@@ -76,7 +77,7 @@ class Admission:
 
     def is_within_rate(self, host: str, now: float) -> bool:
         """Count a connection, unless its host begins too many handshakes a second; ``now`` is in seconds."""
-        return _address_of(host).is_loopback or self._rates.take(source_of(host), now)
+        return ip_of(host).is_loopback or self._rates.take(source_of(host), now)
 
     def admit(self, host: str) -> bool:
         """Whether a connection from a host may begin its handshake; if so, it counts until :meth:`left`."""
@@ -111,17 +112,10 @@ class Admission:
 
 def source_of(host: str) -> str:
     """Return the IP address, or the IPv6 network that one customer gets (RFC 6177, section 2)."""
-    address = _address_of(host)
+    address = ip_of(host)
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     return str(ipaddress.ip_network((address, 64), strict=False))
-
-
-def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    return address
 
 
 def _max_files() -> int:

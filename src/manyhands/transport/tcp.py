@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohappyeyeballs import start_connection
 
-from manyhands.base.address import Address
+from manyhands.base.address import Address, ip_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
 from manyhands.transport.api import Delivery, Ends, Pay
@@ -297,10 +297,8 @@ def ends(sock: socket.socket) -> Ends | None:
 
 def plain_host(host: str) -> str:
     """Return an IP address with IPv4 in its own form."""
-    ip = ipaddress.ip_address(host)
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        return str(ip.ipv4_mapped)
-    return host
+    ip = ip_of(host)
+    return str(ip) if ip.version == 4 else host
 
 
 def has_data(sock: socket.socket) -> bool:

@@ -19,13 +19,13 @@ again a minute later; after ``TWO_DIALS_S`` while nobody has one. Nobody is dial
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from manyhands.averaging.timing import ANSWER_S, DIAL_S, MINUTE_S, MOMENT_S, TWO_DIALS_S
+from manyhands.base.address import ip_of
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
@@ -47,10 +47,9 @@ def vote_from(host: str, name: str) -> str:
     ``host`` is no IP address.
     """
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ip_of(host)
     except ValueError:
         return ""
-    address = getattr(address, "ipv4_mapped", None) or address
     if address.is_loopback:
         return name
     return network_of(host) if address.is_global else host
