@@ -187,7 +187,7 @@ class Holders:
         self.serving_s = 0.0
         self._sequence = 0
         self._rng = random.Random(1)
-        outcome = StoreResponse([StoreOutcome(is_stored=True, code="accepted")], knows_same=True)
+        outcome = StoreResponse([StoreOutcome(is_stored=True, code="accepted")])
         self._confirmation_bytes = frame_bytes("", outcome, is_answer=True)
         self.check_s = self.issue_s = 0.0
 

@@ -11,7 +11,7 @@ from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.holder_cache import HolderCache
-from manyhands.dht.ids import id_from_bytes, key_id, node_id
+from manyhands.dht.ids import id_from_bytes, node_id
 from manyhands.dht.messages import (
     FIND,
     MAX_TOPICS,
@@ -21,7 +21,6 @@ from manyhands.dht.messages import (
     TOPICS,
     FindRequest,
     FindResponse,
-    Nearest,
     PingRequest,
     PingResponse,
     StoreOutcome,
@@ -91,7 +90,7 @@ class RequestHandlers:
         now = asyncio.get_running_loop().time()
         contacts: list[Contact] = []
         point = id_from_bytes(request.target)
-        if request.wants_contacts and not self._knows_same(point, request.nearest):
+        if request.wants_contacts:
             table = self._overlay.table
             is_neighbour = point == node_id(remote)  # it looks for its neighbours, which may all be in one network
             find = table.nearest if is_neighbour else table.nearest_spread
@@ -107,9 +106,6 @@ class RequestHandlers:
         num_held = self._storage.num_held(request.key, now) if request.most is not None else 0
         records = [held.aged(now) for held in page]
         return FindResponse(contacts, records, is_responsible=is_responsible, is_more=is_more, num_held=num_held)
-
-    def _knows_same(self, point: int, nearest: Nearest | None) -> bool:
-        return nearest is not None and self._overlay.knows_same(point, nearest)
 
     def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
         """Store a record that a peer sent, if the rules allow it."""
@@ -175,11 +171,7 @@ class RequestHandlers:
         num_forged = sum(outcome.code == Reason.BAD_SIGNATURE.value for outcome in outcomes)
         if num_forged:
             self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
-        knows_same = False
-        if request.records:
-            target = key_id(request.records[0].record.key)
-            knows_same = self._knows_same(target, request.nearest)
-        return StoreResponse(outcomes, knows_same)
+        return StoreResponse(outcomes)
 
     def _on_topics(self, remote: PeerId, request: TopicsRequest) -> TopicsResponse:
         self._let_in(remote)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from manyhands.base.identity import PeerId
 
 ID_BITS = 256
 ID_BYTES = ID_BITS // 8
-DIGEST_BYTES = 8
 MAX_POINTS = 65536  # in the cache; about 20 MB
 
 
@@ -43,18 +42,6 @@ def key_id(key: str) -> int:
 def distance(a: int, b: int) -> int:
     """Return the distance of two points; symmetric, and exactly one ``b`` has a given distance from ``a``."""
     return a ^ b
-
-
-def digest_of_distances(distances: Iterable[int]) -> bytes:
-    """Return a digest of a set of peers, given by their distances from one point, in any order; 8 bytes.
-
-    The digest is the XOR of the distances, which costs almost nothing. A peer that forged a collision could only
-    withhold the contacts that it knows, which it can do anyway.
-    """
-    mixed = 0
-    for one in distances:
-        mixed ^= one
-    return id_to_bytes(mixed)[:DIGEST_BYTES]
 
 
 def id_to_bytes(point: int) -> bytes:

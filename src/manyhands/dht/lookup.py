@@ -26,8 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import digest_of_distances, node_id
-from manyhands.dht.messages import Nearest
+from manyhands.dht.ids import node_id
 from manyhands.dht.networks import spread
 from manyhands.dht.routing import Contact
 
@@ -55,7 +54,6 @@ class Lookup:
         alpha: maximum of concurrent requests.
         num: how many of the nearest must have answered; ``k`` by default.
         is_client: the peer that looks up is in no other peer's table.
-        may_know_all: the seeds are most likely the nearest of all peers.
         network_of: returns the network of a contact as far as known; None if networks do not matter.
     """
 
@@ -69,7 +67,6 @@ class Lookup:
         alpha: int,
         num: int | None = None,
         is_client: bool = False,
-        may_know_all: bool = False,
         network_of: Callable[[Contact], str] | None = None,
     ) -> None:
         self._target = target
@@ -81,8 +78,6 @@ class Lookup:
         self._alpha = alpha
         self._num_asked = 0  # without slow ones
         self._num_slow = 0
-        self._has_answer = False
-        self._may_know_all = may_know_all
         self._own_distance = None if is_client else node_id(own_id) ^ target
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which is unique to a peer
         self._contacts: dict[int, Contact] = {}  # likewise
@@ -109,20 +104,6 @@ class Lookup:
         self._num_asked += len(chosen)
         return [self._contacts[distance] for distance in chosen]
 
-    def nearest_known(self) -> Nearest | None:
-        """Return the nearest peers so far, with this one unless it is a client, so that answers can omit them.
-
-        None if too few others are known, as a failed contact must be replaced. Also None before the first answer,
-        unless this peer probably knows all, as other peers then know better.
-        """
-        if len(self._hopeful) < 2 * self._num or not (self._has_answer or self._may_know_all):
-            return None
-        nearest = self._hopeful
-        if self._own_distance is not None:
-            nearest = nearest.copy()
-            bisect.insort(nearest, self._own_distance)
-        return Nearest(self._num, digest_of_distances(self._first(nearest)))
-
     def slow(self, peer_id: PeerId) -> None:
         """Mark an asked peer as slow, if it has not answered yet."""
         distance = node_id(peer_id) ^ self._target
@@ -138,7 +119,6 @@ class Lookup:
     def answered(self, peer_id: PeerId, contacts: Iterable[Contact]) -> None:
         """Process the answer of a peer: the contacts nearest to the target that it knows."""
         distance = self._end(peer_id, _State.ANSWERED)
-        self._has_answer = True
         self._locate(self._contacts[distance])  # its network is known now that it was reached
         self._learn(contacts, distance)
 

@@ -43,18 +43,6 @@ class PingResponse(msgspec.Struct, frozen=True):
     """The empty answer to a ping."""
 
 
-class Nearest(msgspec.Struct, frozen=True):
-    """A digest of the nearest peers that the caller knows; a receiver that knows the same ones omits them.
-
-    Attributes:
-        num: number of these peers, including the caller if it is one of them.
-        digest: :func:`manyhands.dht.ids.digest_of_distances` from the point to each.
-    """
-
-    num: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTACTS)]
-    digest: Annotated[bytes, msgspec.Meta(max_length=64)]
-
-
 class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Asks for the contacts near a point, and for the records of a key.
 
@@ -64,7 +52,6 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         wants_contacts: False if the reader knows the holders of the key.
         wants_records: False if the digest of the records is enough.
         after: return only records whose subkeys follow this one, which ended the last page.
-        nearest: omit the contacts if the receiver knows the same nearest peers.
         owners: return only the records of these owners, or the digest of them; None for all.
         most: return at most so many records, and say how many there are.
     """
@@ -74,7 +61,6 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     wants_contacts: bool = True
     wants_records: bool = True
     after: Annotated[str, msgspec.Meta(max_length=MAX_SUBKEY_LENGTH)] | None = None
-    nearest: Nearest | None = None
     owners: (
         Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_OWNER_LENGTH)]], msgspec.Meta(max_length=MAX_NAMED)]
         | None
@@ -86,7 +72,7 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """The contacts near a point and the records of a key that a node knows.
 
     Attributes:
-        contacts: those nearest to the point, at most ``k``; empty if the caller knows the same ones.
+        contacts: those nearest to the point, at most ``k``.
         records: those held under the key, in the order of their subkeys; as many as fit.
         digest: the digest of the records, if the caller wants only that; see
             :func:`manyhands.dht.records.digest_of_records`.
@@ -108,12 +94,9 @@ class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         records: the records to store.
-        nearest: the peers nearest to the key of these records, if they share one. A writer that made no lookup asks
-            in this way whether it knows all responsible holders.
     """
 
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
-    nearest: Nearest | None = None
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,11 +121,9 @@ class StoreResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         outcomes: one for each record, in order.
-        knows_same: whether the holder knows the same nearest peers as the writer.
     """
 
     outcomes: Annotated[list[StoreOutcome], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
-    knows_same: bool = False
 
 
 class TopicsRequest(msgspec.Struct, frozen=True):

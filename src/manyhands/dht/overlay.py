@@ -17,9 +17,9 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
+from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
+from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, PingRequest
 from manyhands.dht.networks import network_of
 from manyhands.dht.reachability_check import DialBack
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
@@ -201,19 +201,6 @@ class Overlay:
         """Like :meth:`ask`, for a peer that the endpoint may not know yet."""
         return await self.ask(contact.peer_id, method, request) if self._learn(contact) else None
 
-    def nearest_known(self, target: int, num: int) -> tuple[list[PeerId], Nearest]:
-        """Return the peers that should hold a key, as far as this node knows, including itself, nearest first."""
-        own_network = None if self.is_client() else self.network_of(self._endpoint.peer_id)
-        peers = self.table.holders(target, num, own_network, with_failed=False)
-        return peers, Nearest(num, digest_of_distances(node_id(peer_id) ^ target for peer_id in peers))
-
-    def knows_same(self, target: int, nearest: Nearest) -> bool:
-        """Whether the nearest peers to a point that this node knows, including itself, are the given ones."""
-        own_network = self.network_of(self._endpoint.peer_id)
-        is_spread = nearest.num <= self._config.replicas  # a caller that wants more looks for its neighbours
-        peers = self.table.holders(target, nearest.num, own_network, is_spread=is_spread)
-        return digest_of_distances(node_id(peer_id) ^ target for peer_id in peers) == nearest.digest
-
     async def lookup(
         self,
         target: int,
@@ -247,27 +234,23 @@ class Overlay:
             seeds = self.table.nearest_spread(target, config.k)
             if len(seeds) < num:  # then also those that failed, but are still in the table
                 seeds = self.table.nearest(target, config.k, with_failed=True)
-        may_know_all = is_for_holders and self.table.may_hold_all()
         own_id = self._endpoint.peer_id
         lookup = Lookup(
             target,
             seeds,
             own_id=own_id,
             k=config.k,
-            alpha=max(config.alpha, num) if may_know_all else config.alpha,  # all of these are asked in any case
+            alpha=max(config.alpha, num) if is_for_holders else config.alpha,  # all of these are asked in any case
             num=num,
             is_client=self.is_client(),
-            may_know_all=may_know_all,
             network_of=self._network_of_contact if is_for_holders else None,
         )
-        point = id_to_bytes(target)
+        request = FindRequest(id_to_bytes(target), key, after=after, most=most)
         deadline = asyncio.get_running_loop().time() + timeout_s
         asking = _Asking(config.slow_after_s, deadline)
         try:
             while not lookup.is_finished:
-                if to_ask := lookup.take_next():
-                    request = FindRequest(point, key, nearest=lookup.nearest_known(), after=after, most=most)
-                for contact in to_ask:
+                for contact in lookup.take_next():
                     peer_id = contact.peer_id
                     named = owners(peer_id)
                     asked = request if named is None else msgspec.structs.replace(request, owners=list(named))

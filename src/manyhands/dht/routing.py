@@ -24,15 +24,11 @@ from typing import Annotated
 import msgspec
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import ID_BITS, distance, node_id
+from manyhands.dht.ids import distance, node_id
 from manyhands.dht.networks import spread
 
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
-
-CROWDED = 2
-"""If the swarm is estimated to be more than this many times as large as the table, some peers are unknown.
-The estimate from ten neighbours is sometimes off by a third, so a smaller number would be wrong too often."""
 
 
 class Contact(msgspec.Struct, frozen=True, gc=False):
@@ -233,30 +229,21 @@ class RoutingTable:
         num: int,
         own_network: str | None,
         *,
-        with_failed: bool = True,
         with_silent: bool = True,
-        is_spread: bool = True,
     ) -> list[PeerId]:
         """Return the peers that should hold the records of a key, as far as this node knows, nearest first.
 
         Args:
             target: the point of the key.
             own_network: the network of this node; None if it is a client and holds nothing.
-            with_failed: include contacts that failed since they were seen.
             with_silent: include silent contacts.
-            is_spread: limit how many are in one network; else return simply the nearest.
         """
         own = [] if own_network is None else [_Entry(Contact(self._own_id, []), math.inf, own_network)]
-        entries = (
-            entry
-            for entry in self._nearest_first(target, own)
-            if (with_failed or not entry.num_failures) and (with_silent or not entry.is_silent)
-        )
+        entries = (entry for entry in self._nearest_first(target, own) if with_silent or not entry.is_silent)
         num_networks = len(self._num_in_network)
         if own_network is not None and own_network not in self._num_in_network:
             num_networks += 1
-        is_spread = is_spread and num_networks > 1
-        nearest = spread(entries, num, _network) if is_spread else itertools.islice(entries, num)
+        nearest = spread(entries, num, _network) if num_networks > 1 else itertools.islice(entries, num)
         return [entry.contact.peer_id for entry in nearest]
 
     def nearest_spread(self, target: int, num: int) -> list[Contact]:
@@ -288,20 +275,6 @@ class RoutingTable:
             if len(nearest) >= num:
                 break
         return nearest[:num]
-
-    def may_hold_all(self) -> bool:
-        """Whether the table may contain the whole swarm, as in a small one; only other peers can confirm it.
-
-        No bucket is full, and the density of the neighbours does not indicate many more peers.
-        """
-        if any(len(bucket.live) >= self._k for bucket in self._buckets.values()):
-            return False
-        neighbours = self.nearest(self._own_point, max(self._k // 2, 1), with_failed=True)
-        if not neighbours:
-            return False
-        radius = distance(node_id(neighbours[-1].peer_id), self._own_point)
-        num_expected = (len(neighbours) << ID_BITS) // radius
-        return num_expected <= CROWDED * (len(self) + 1)
 
     def _from_nearest_on(self, own_distance: int) -> Iterator[int]:
         """Yield the buckets in the order of their contacts' distance to a point.

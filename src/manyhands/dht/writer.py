@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,11 +17,11 @@ from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import key_id
 from manyhands.dht.issuing import Issuer
-from manyhands.dht.messages import STORE, Nearest, StoreOutcome, StoreRequest, StoreResponse
+from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.quotas import Membership
 from manyhands.dht.records import AgedRecord, Reason, Record, topic_of
-from manyhands.runtime.concurrently import gathered, gathered_within
+from manyhands.runtime.concurrently import gathered
 
 KEYS_AT_ONCE = 8
 """Keys of one bulk call that are looked up concurrently; later lookups use what earlier ones found."""
@@ -40,18 +39,6 @@ class Entry(msgspec.Struct, frozen=True):
     value: Any
     ttl_s: float
     subkey: str | None = None
-
-
-@dataclass
-class _Answer:
-    """The answer of one peer to the records of a key."""
-
-    outcomes: list[StoreOutcome]
-    knows_same: bool
-
-    @property
-    def is_responsible(self) -> bool:
-        return self.outcomes[0].is_responsible
 
 
 class Writer:
@@ -96,17 +83,15 @@ class Writer:
             _check_taken(record, of_record)
         return [sum(outcome.is_stored for outcome in of_record.values()) for of_record in outcomes]
 
-    async def send(
-        self, peer_id: PeerId, records: Sequence[AgedRecord], nearest: Nearest | None = None
-    ) -> StoreResponse | None:
+    async def send(self, peer_id: PeerId, records: Sequence[AgedRecord]) -> StoreResponse | None:
         """Ask a peer, which may be this one, to store records, at most as many as one request carries.
 
         Returns:
             The outcome of each; None if it does not answer.
         """
         if peer_id == self._own_id:
-            return StoreResponse([self._handlers.hold(peer_id, aged) for aged in records], knows_same=True)
-        response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records), nearest))
+            return StoreResponse([self._handlers.hold(peer_id, aged) for aged in records])
+        response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records)))
         return response if response is not None and len(response.outcomes) == len(records) else None
 
     def _issue(self, entry: Entry, above: int = 0) -> Record:
@@ -136,67 +121,31 @@ class Writer:
         loop = asyncio.get_running_loop()
         config = self._config
         replicas = self._holder_cache.recall(key, loop.time())
-        if replicas:
-            answers = await self._store_at(replicas, records)
-            is_done = len(answers) == len(replicas) and all(answer.is_responsible for answer in answers.values())
-        else:
-            answers, is_done = await self._store_near(key, records)
+        answers = await self._store_at(replicas, records)
+        is_done = 0 < len(replicas) == len(answers) and all(its[0].is_responsible for its in answers.values())
         if not is_done:
             contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas)
             found = self._holder_cache.among(key, (contact.peer_id for contact in contacts))
             self._holder_cache.remember(key, found, loop.time())
             answers |= await self._store_at([peer_id for peer_id in found if peer_id not in answers], records)
-        return [
-            {peer_id: answer.outcomes[number] for peer_id, answer in answers.items()} for number in range(len(records))
-        ]
+        return [{peer_id: outcomes[number] for peer_id, outcomes in answers.items()} for number in range(len(records))]
 
-    async def _store_near(self, key: str, records: Sequence[Record]) -> tuple[dict[PeerId, _Answer], bool]:
-        """Store records without a lookup, if this node may know the whole swarm.
+    async def _store_at(self, peers: Sequence[PeerId], records: Sequence[Record]) -> dict[PeerId, list[StoreOutcome]]:
+        """Store records at each peer; return the outcomes at each that answers."""
+        answers = await gathered(*(self._send_all(peer_id, records) for peer_id in peers))
+        return {peer_id: outcomes for peer_id, outcomes in zip(peers, answers, strict=True) if outcomes is not None}
 
-        If all of the assumed holders know the same nearest peers, a lookup would find no others.
-
-        Returns:
-            The answers that came soon, and whether they are enough.
-        """
-        config = self._config
-        target = key_id(key)
-        if len(records) > MAX_STORED_RECORDS or not self._overlay.table.may_hold_all():  # many records take long
-            return {}, False
-        peers, nearest = self._overlay.nearest_known(target, config.replicas)
-        answers = await self._store_at(peers, records, nearest, config.slow_after_s)
-        is_done = len(answers) == len(peers) > 1 and all(answer.knows_same for answer in answers.values())
-        if is_done:
-            self._holder_cache.remember(key, peers, asyncio.get_running_loop().time())
-        return answers, is_done
-
-    async def _store_at(
-        self,
-        peers: Sequence[PeerId],
-        records: Sequence[Record],
-        nearest: Nearest | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[PeerId, _Answer]:
-        """Store records at each peer; return the answers.
-
-        Args:
-            timeout_s: for all peers together; by default each has the timeout of a request.
-        """
-        sending = (self._send_all(peer_id, records, nearest) for peer_id in peers)
-        answers = await (gathered(*sending) if timeout_s is None else gathered_within(timeout_s, *sending))
-        return {peer_id: answer for peer_id, answer in zip(peers, answers, strict=True) if answer is not None}
-
-    async def _send_all(self, peer_id: PeerId, records: Sequence[Record], nearest: Nearest | None) -> _Answer | None:
-        answer = _Answer([], True)
+    async def _send_all(self, peer_id: PeerId, records: Sequence[Record]) -> list[StoreOutcome] | None:
+        outcomes: list[StoreOutcome] = []
         for batch in _batches(records):
             aged = [AgedRecord(record, 0.0) for record in batch]
-            response = await self.send(peer_id, aged, nearest)
+            response = await self.send(peer_id, aged)
             if response is not None and await self._is_member_now(peer_id, batch[0].key, response):
-                response = await self.send(peer_id, aged, nearest)
+                response = await self.send(peer_id, aged)
             if response is None:
                 return None
-            answer.outcomes += response.outcomes
-            answer.knows_same &= response.knows_same
-        return answer
+            outcomes += response.outcomes
+        return outcomes
 
     async def _is_member_now(self, holder: PeerId, key: str, response: StoreResponse) -> bool:
         """Whether a holder that has no room for strangers has learnt just now that this peer is a member."""

@@ -21,21 +21,6 @@ async def gathered(*coros: Coroutine[Any, Any, T]) -> list[T]:
         raise
 
 
-async def gathered_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
-    """Like :func:`gathered`, with a timeout; a coroutine that exceeds it is cancelled, and its result is None."""
-    tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
-    if not tasks:
-        return []
-    try:
-        done, late = await asyncio.wait(tasks, timeout=timeout_s)
-        if late:
-            await _end(late)
-        return [task.result() if task in done else None for task in tasks]
-    except BaseException:
-        await _end(tasks)
-        raise
-
-
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()

@@ -3,13 +3,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import digest_of_distances, distance, node_id
+from manyhands.dht.ids import distance, node_id
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import Nearest
 from manyhands.dht.routing import Contact, RoutingTable
 from tests.unit.dht.examples import contact
 
@@ -84,33 +83,6 @@ def look_up(num_peers: int, k: int, alpha: int, target: int, seed: int) -> tuple
     lookup = Lookup(target, seeds, own_id=start.peer_id, k=k, alpha=alpha)
     run(lookup, lambda peer_id: tables[peer_id].nearest(target, k), alpha, rng)
     return lookup.nearest(), by_distance(others, target)[:k]
-
-
-@given(num_peers=st.integers(12, 60), target=st.integers(0, 2**256 - 1), seed=st.integers(), may_know_all=st.booleans())
-def test_a_lookup_finds_the_same_where_peers_answer_that_they_know_the_same(
-    num_peers: int, target: int, seed: int, may_know_all: bool
-) -> None:
-    rng = random.Random(seed)
-    k, num = 8, 3
-    tables = network(num_peers, k, rng)
-    client = PeerId("a client")
-    seeds = by_distance(rng.sample([contact(number) for number in range(num_peers)], k), target)
-    found, num_silent = [], 0
-    for is_asked in (False, True):
-        lookup = Lookup(
-            target, seeds, own_id=client, k=k, alpha=1, num=num, is_client=True, may_know_all=is_asked and may_know_all
-        )
-        while not lookup.is_finished:
-            known = lookup.nearest_known() if is_asked else None
-            (asked,) = lookup.take_next()
-            table, own_distance = tables[asked.peer_id], node_id(asked.peer_id) ^ target
-            there = sorted([*[node_id(one) ^ target for one in table.holders(target, num, None)], own_distance])[:num]
-            knows_same = known == Nearest(num, digest_of_distances(there))
-            num_silent += knows_same
-            lookup.answered(asked.peer_id, [] if knows_same else table.nearest(target, k))
-        found.append(lookup.nearest())
-    assert found[0] == found[1]
-    event(f"{num_silent} named nobody")
 
 
 def test_peers_that_died_do_not_hide_the_nearest_living_ones() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, MAX_VALUE_BYTES, DhtConfig
 from manyhands.dht.ids import ID_BYTES
-from manyhands.dht.messages import FindRequest, FindResponse, Nearest, StoreOutcome, StoreRequest, StoreResponse
+from manyhands.dht.messages import FindRequest, FindResponse, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.records import MAX_KEY_LENGTH, AgedRecord, Record, fault_of
 from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
 from manyhands.dht.storage import Storage
@@ -61,9 +61,6 @@ def test_no_changed_byte_of_a_signed_record_changes_what_it_says(place: int, cha
         FindRequest(b"x" * 31),
         FindRequest(b"x" * 33),
         FindRequest(b"x" * 32, "k" * 257),
-        FindRequest(b"x" * 32, nearest=Nearest(0, b"")),
-        FindRequest(b"x" * 32, nearest=Nearest(MAX_CONTACTS + 1, b"")),
-        StoreRequest([], Nearest(5, b"x" * 65)),
         FindResponse([contact(1)] * (MAX_CONTACTS + 1)),
         FindResponse([Contact(ALICE.peer_id, ["x" * 401])]),
         FindResponse([Contact(ALICE.peer_id, ["x"] * 9)]),

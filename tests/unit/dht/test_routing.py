@@ -117,23 +117,6 @@ def test_new_addresses_replace_old_ones() -> None:
     assert table.contacts() == [Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/2"])]
 
 
-def test_a_small_swarm_may_all_be_in_the_table_and_a_large_one_not() -> None:
-    for num_peers, num_known, may_hold_all in ((0, 0, False), (4, 4, True), (32, 32, True), (300, 300, False)):
-        table = RoutingTable(OWN_ID, k=20, max_failures=2)
-        for number in range(num_known):
-            table.seen(contact(number))
-        assert table.may_hold_all() is may_hold_all, num_peers
-
-
-def test_a_table_of_neighbours_only_may_not_hold_the_whole_swarm() -> None:
-    """As somebody who has just come to a large swarm: no bucket is full yet."""
-    table = RoutingTable(OWN_ID, k=20, max_failures=2)
-    neighbours = sorted((contact(number) for number in range(1000)), key=lambda c: distance(node_id(c.peer_id), OWN))
-    for neighbour in neighbours[:19]:
-        table.seen(neighbour)
-    assert not table.may_hold_all()
-
-
 def test_a_contact_that_is_heard_again_becomes_the_most_recent_unless_it_has_failed() -> None:
     first, second = same_bucket(2)
     table = RoutingTable(OWN_ID, k=2, max_failures=2)
