@@ -22,8 +22,8 @@ class DhtConfig:
     Attributes:
         k: contacts in a bucket, and the nearest ones that a lookup must have asked. With 20, it is most unlikely that
             all of them leave within an hour (Maymounkov & Mazieres 2002, section 2.2).
-        alpha: concurrent requests of a lookup; a few, so that one dead peer does not stop it. A lookup of the holders of a
-            key makes as many as there are holders, if these are more.
+        alpha: concurrent requests of a lookup; a few, so that one dead peer does not stop it. A lookup of the holders
+            of a key makes as many as there are holders, if these are more.
         replicas: peers nearest to a key that hold its records; with 5, one in 1000 records is lost when a quarter
             of all peers vanish at once.
         max_failures: failed requests in a row after which a contact is dropped; 2, as the network may cause one.
