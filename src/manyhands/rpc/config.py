@@ -18,10 +18,9 @@ class RpcConfig:
         hello_timeout_s: time for the hello of a new stream to arrive.
         dial_timeout_s: for TCP, TLS and hello together.
         max_requests_per_connection: concurrent calls of one peer; more are refused.
-        idle_timeout_s: time without calls after which both ends agree to close a control connection. By then its
-            heartbeats have cost about as much as dialling again. A connection that is used repeatedly is kept for twice
-            the longest pause so far, at most four times this value. Connections of peers in client mode are kept, as
-            these cannot be dialled.
+        idle_timeout_s: time without calls after which both ends agree to close a control connection. One that is used
+            in each upkeep of the DHT (``refresh_period_s``) is kept, and so are those of peers in client mode, as these
+            cannot be dialled.
         max_connections: open control connections. Above that, the one that was unused for longest is closed; if all
             are in use, the next peer is refused.
         max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
@@ -35,7 +34,7 @@ class RpcConfig:
     hello_timeout_s: float = 5.0
     dial_timeout_s: float = 5.0
     max_requests_per_connection: int = 256
-    idle_timeout_s: float = 20.0
+    idle_timeout_s: float = 60.0
     max_connections: int = 1024
     max_upload_mbit_s: float | None = None
     relay_mbit_s: float | None = None

@@ -66,7 +66,6 @@ class ControlConnection:
         has_said_goodbye: whether the other end has closed it on purpose.
         on_drain: called when the other end asks to close it.
         last_used: loop time at which the last call began or was answered.
-        longest_pause_s: the longest time between two uses so far.
         look_at: loop time of the next check.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
@@ -95,7 +94,6 @@ class ControlConnection:
         self.on_drain: Callable[[], None] = lambda: None
         self.rtt_s = math.inf
         self.last_used = asyncio.get_running_loop().time()
-        self.longest_pause_s = 0.0
         self.look_at = 0.0
         self._stream = stream
         self._config = config
@@ -223,7 +221,7 @@ class ControlConnection:
             raise PeerLost(self.remote, self.lost.reason)
 
     def _used(self) -> None:
-        self._note_use()
+        self.last_used = asyncio.get_running_loop().time()
         self._close_if_drained()
 
     def _served(self) -> None:
@@ -235,13 +233,6 @@ class ControlConnection:
         if self._stream.bytes_sent != self._num_sent:
             self._last_sent = asyncio.get_running_loop().time()
             self._num_sent = self._stream.bytes_sent
-
-    def _note_use(self) -> None:
-        now = asyncio.get_running_loop().time()
-        pause_s = now - self.last_used
-        if pause_s > self.longest_pause_s:
-            self.longest_pause_s = pause_s
-        self.last_used = now
 
     def _hears(self, data: bytes) -> bool:
         """Handle a message that is a single heartbeat, as most are on an idle connection; return whether it is one."""
@@ -263,7 +254,7 @@ class ControlConnection:
 
     def _dispatch(self, frame: Frame) -> None:
         if isinstance(frame, Request):
-            self._note_use()
+            self.last_used = asyncio.get_running_loop().time()
             self._serving.begin(frame)
         elif isinstance(frame, (Response, CallFailure)):
             self._calls.answered(frame)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,15 +25,6 @@ MAX_OF_ONE_PEER = 4
 LOOKS_IN_A_PERIOD = 4
 """How often the connections are checked in a heartbeat period."""
 
-PAUSES_KEPT = 2.0
-"""A connection that was used again after pauses is kept for this multiple of the longest pause."""
-
-MOST_IDLE = 4.0
-"""Longest time that an idle connection is kept, as a multiple of the idle timeout."""
-
-MAX_RETIRED = 1024
-"""Peers whose connections were retired; their pauses are remembered in case they are dialled again."""
-
 SPARE_AFTER_S = 5.0
 """When there are too many connections, one that was unused for this time may be closed."""
 
@@ -42,8 +33,7 @@ class ConnectionPool:
     """Open control connections by peer.
 
     An idle connection is retired by the end that dialled it, unless no peer has ever reached that end: it may be behind
-    a firewall, and could not be dialled again. The idle time depends on the pauses between uses; a connection that is
-    used twice a minute would otherwise be dialled twice a minute.
+    a firewall, and could not be dialled again.
 
     Two peers that dial each other at the same time briefly have two connections. They keep the one that the lower peer
     id dialled, and among several of those the newest. The end that dialled another one retires it, once its calls are
@@ -65,7 +55,6 @@ class ConnectionPool:
         self._numbers = itertools.count()
         self._held: Counter[PeerId] = Counter()
         self.reached_at = -math.inf
-        self._retired: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # last use, and longest pause before it
         self._tasks = TaskOwner("connections")
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -181,7 +170,6 @@ class ConnectionPool:
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
         self._num_connections += 1
-        self._recall_pauses(connection)
         heapq.heappush(self._looks, (0.0, next(self._numbers), connection))
         for oldest in group[:-MAX_OF_ONE_PEER]:
             oldest.end(PeerLost(oldest.remote, f"it has {MAX_OF_ONE_PEER} newer connections"))
@@ -203,17 +191,6 @@ class ConnectionPool:
         del self._connections[remote]
         if not connection.is_retired:
             _tell(self.on_lost, remote)
-            return
-        self._retired[remote] = (connection.last_used, connection.longest_pause_s)
-        if len(self._retired) > MAX_RETIRED:
-            self._retired.popitem(last=False)
-
-    def _recall_pauses(self, connection: ControlConnection) -> None:
-        """Restore the longest pause of a peer whose connection was retired, including the pause since then."""
-        last_used, longest_pause_s = self._retired.pop(connection.remote, (-math.inf, 0.0))
-        pause_s = connection.last_used - last_used
-        if pause_s < MOST_IDLE * self._config.idle_timeout_s:
-            connection.longest_pause_s = max(pause_s, longest_pause_s)
 
     def _settle(self, group: list[ControlConnection]) -> None:
         """Retire the connections that this end dialled and that the two ends will not keep."""
@@ -224,12 +201,6 @@ class ConnectionPool:
         for connection in open_ones:
             if connection.is_dialled and connection not in kept:
                 connection.retire()
-
-    def _idle_at(self, connection: ControlConnection) -> float:
-        """Return the time until which a connection is kept without use."""
-        timeout_s = self._config.idle_timeout_s
-        pause_s = min(PAUSES_KEPT * connection.longest_pause_s, MOST_IDLE * timeout_s)
-        return connection.last_used + max(timeout_s, pause_s)
 
     def _is_spare(self, connection: ControlConnection) -> bool:
         """Whether a connection is unused and, as far as this end can know, either end could dial the other again."""
@@ -258,7 +229,7 @@ class ConnectionPool:
                 heard_until = now
             for connection in self._due(now):
                 connection.check_alive(now, heard_until)
-                idle_at = self._idle_at(connection)
+                idle_at = connection.last_used + self._config.idle_timeout_s
                 if idle_at <= now and self._is_spare(connection):
                     connection.retire()
                 look_at = min(connection.look_at, idle_at) if idle_at > now else connection.look_at
