@@ -17,7 +17,6 @@ from manyhands.access.ledger import Ledger
 from manyhands.access.messages import (
     BANNED,
     CHARTER_RECORDS,
-    MAX_ADDRESSES,
     MAX_BANS,
     RECORD_TTL_S,
     CharterRecord,
@@ -28,7 +27,7 @@ from manyhands.access.messages import (
     RunMethods,
     charter_key,
 )
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId, public_key_of
 from manyhands.base.twin import Twin

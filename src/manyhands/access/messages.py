@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 
 from manyhands.access.signed import MAX_BYTES
+from manyhands.base.address import AddressTexts
 from manyhands.dht import Schema
 from manyhands.rpc import Method
 
 MAX_CREDENTIAL_BYTES = 4096
 MAX_BANS = 1000
-MAX_ADDRESSES = 8
 RECORD_TTL_S = 86400.0
 """Lifetime of a coordinator's record, in seconds: as long as the grace time of leases."""
 
@@ -107,9 +107,7 @@ class CharterRecord(msgspec.Struct, frozen=True):
     """
 
     charter: SignedBytes
-    addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MAX_ADDRESSES)
-    ] = []
+    addresses: AddressTexts = []
     bans: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_BANS)] = []
     began_at: float = 0.0
 

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from manyhands.averaging.timing import DAY_S
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address, AddressText, AddressTexts
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
@@ -29,7 +29,6 @@ MAX_NORM = 2.0**160
 """Limit of the norm of one peer's vector; no vector of finite float32 has a larger one."""
 MAX_BANDWIDTH = 10**12
 """Limit in bytes per second; far above any link."""
-MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
 NAME_BYTES = 16
@@ -40,7 +39,6 @@ Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
 Norm = Annotated[float, msgspec.Meta(ge=0, le=MAX_NORM)]
 Scale = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
-AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # fits a host name of 253 characters, a port and a peer id
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -102,7 +100,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     peer_id: PeerIdText
-    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    addresses: AddressTexts
     is_client: bool
     weight: Weight
     bandwidth: Bandwidth = 0

@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
-from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, readable_addresses
+from manyhands.averaging.messages import Count, Digest, Position, readable_addresses
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.averaging.timing import DAY_S, MOMENT_S, RECORD_S
+from manyhands.base.address import MAX_ADDRESSES, AddressTexts
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -77,7 +78,7 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     position: Position
     is_client: bool
-    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    addresses: AddressTexts
     ttl_s: float = RECORD_S
     seat: Seat = NO_SEAT
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""

@@ -14,11 +14,21 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, public_key_of
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+MAX_ADDRESSES = 8
+"""Addresses of one peer that are kept, and sent to others."""
+MAX_ADDRESS_LENGTH = 400
+"""Characters of an address in a message: a host name of 253, a port and a peer id fit."""
+AddressText = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_LENGTH)]
+AddressTexts = Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")

@@ -15,10 +15,10 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.base.address import Address
+from manyhands.base.address import Address, AddressTexts
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, public_key_of
-from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
+from manyhands.dht.routing import Contact
 
 MAX_PEERS = 64
 MAX_AGE_S = 30 * 86400.0
@@ -36,9 +36,7 @@ class KnownPeer(msgspec.Struct, frozen=True):
     """
 
     peer_id: Annotated[str, msgspec.Meta(max_length=64)]
-    addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_LENGTH)]], msgspec.Meta(max_length=MAX_ADDRESSES)
-    ]
+    addresses: AddressTexts
     seen_at: float
 
 

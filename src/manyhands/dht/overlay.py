@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
@@ -22,7 +22,7 @@ from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, PingRequest
 from manyhands.dht.networks import network_of
 from manyhands.dht.reachability_check import DialBack
-from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
+from manyhands.dht.routing import Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
 

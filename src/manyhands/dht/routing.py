@@ -23,21 +23,17 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.base.address import AddressTexts
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import distance, node_id
 from manyhands.dht.networks import spread
-
-MAX_ADDRESSES = 8
-MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
 
 
 class Contact(msgspec.Struct, frozen=True, gc=False):
     """A peer and its addresses, as sent to other peers."""
 
     peer_id: Annotated[PeerId, msgspec.Meta(max_length=64)]
-    addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_LENGTH)]], msgspec.Meta(max_length=MAX_ADDRESSES)
-    ]
+    addresses: AddressTexts
 
 
 class _Entry(msgspec.Struct, eq=False, gc=False):

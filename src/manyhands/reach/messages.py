@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.base.address import AddressText
 from manyhands.base.identity import PeerId
 from manyhands.rpc.method import Method
 
@@ -61,9 +62,7 @@ class ExamineResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 class DialBackRequest(msgspec.Struct, frozen=True):
     """Asks a peer to dial the caller at some multiaddrs; a peer id in them is ignored and replaced by the caller's."""
 
-    addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(min_length=1, max_length=MAX_DIALLED)
-    ]
+    addresses: Annotated[list[AddressText], msgspec.Meta(min_length=1, max_length=MAX_DIALLED)]
 
 
 class DialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,7 +74,7 @@ class DialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
         detail: more about it, for people.
     """
 
-    address: Annotated[str, msgspec.Meta(max_length=400)]
+    address: AddressText
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     detail: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
 

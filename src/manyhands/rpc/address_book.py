@@ -6,11 +6,10 @@ import enum
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 
-MAX_ADDRESSES_PER_PEER = 8
 MAX_WORKED_PER_PEER = 4
 """Addresses that worked, per peer; leaves room for the current addresses of a peer that moves often."""
 
@@ -121,7 +120,7 @@ class AddressBook:
 
     def _enter(self, peer_id: PeerId, addresses: dict[Address, AddressSource]) -> None:
         best_first = sorted(addresses.items(), key=lambda entry: -entry[1])
-        self._known[peer_id] = dict(best_first[:MAX_ADDRESSES_PER_PEER])
+        self._known[peer_id] = dict(best_first[:MAX_ADDRESSES])
         for peers in self._by_best_source.values():
             peers.pop(peer_id, None)
         self._by_best_source[best_first[0][1]][peer_id] = None

@@ -7,28 +7,23 @@ import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import psutil
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address, AddressTexts
 from manyhands.base.errors import ConfigError, DialFailed
 from manyhands.base.identity import PeerId
 from manyhands.rpc.method import Method
 from manyhands.transport import tcp
 
-MAX_ANNOUNCED = 8
-MAX_ADDRESS_TEXT = 400
 LOOKUP_TIMEOUT_S = 10.0
 
 
 class Announcement(msgspec.Struct, frozen=True):
     """Tells a connected peer the caller's new addresses, as the hello of a connection does."""
 
-    addresses: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_ANNOUNCED)
-    ]
+    addresses: AddressTexts
 
 
 class AnnounceResponse(msgspec.Struct, frozen=True):
@@ -125,7 +120,7 @@ def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: st
     public address of the same family, or a name, that is used instead. Loopback addresses of a peer on another machine
     are dropped. Unreadable addresses are skipped, as a newer version may announce other kinds.
     """
-    return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ANNOUNCED]), remote_host))
+    return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ADDRESSES]), remote_host))
 
 
 @functools.lru_cache(maxsize=1024)  # a peer announces the same addresses on each of its connections

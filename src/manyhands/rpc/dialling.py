@@ -45,10 +45,6 @@ Dialled = tuple[Stream, Address]
 Dial = asyncio.Task[Dialled | DialFailed]
 
 
-HEAD_START_S = 0.25
-"""Seconds until the next address is dialled too, as RFC 8305 recommends."""
-
-
 class Dialler:
     """Opens the streams of one endpoint, and adds each to ``streams``.
 
@@ -141,8 +137,8 @@ class Dialler:
     ) -> Dialled:
         """Dial the addresses, and keep the first connection that opens.
 
-        Each has a head start of :data:`HEAD_START_S` before the next is dialled too (RFC 8305, section 5). Those that
-        others named are dialled after the rest, in turns of IPv6 and IPv4 (section 4).
+        Each has a head start of :data:`manyhands.transport.tcp.HEAD_START_S` before the next is dialled too (RFC 8305,
+        section 5). Those that others named are dialled after the rest, in turns of IPv6 and IPv4 (section 4).
         """
         heard = heard or {}
         first_ones = [address for address in addresses if address not in heard]
@@ -186,7 +182,7 @@ class Dialler:
                 dial = self._tasks.spawn(dialling, name=f"dial {address}")
                 dials.append(dial)
                 waiting.add(dial)
-            head_start_s = HEAD_START_S if untried else None
+            head_start_s = tcp.HEAD_START_S if untried else None
             done, waiting = await asyncio.wait(waiting, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
             for dial in dials:
                 if dial in done and (answer := _answer_of(dial)) is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -23,7 +23,6 @@ from manyhands.base.rate import Buckets
 from manyhands.rpc.address_book import AddressBook, AddressSource
 from manyhands.rpc.announce import (
     ANNOUNCE,
-    MAX_ANNOUNCED,
     Announcement,
     AnnounceResponse,
     check_announced,
@@ -231,7 +230,7 @@ class Endpoint:
     @property
     def candidates(self) -> list[Address]:
         """The addresses that this peer announces unless it is in client mode."""
-        return [address.with_peer(self.peer_id) for address in [*self._chosen, *self._local()][:MAX_ANNOUNCED]]
+        return [address.with_peer(self.peer_id) for address in [*self._chosen, *self._local()][:MAX_ADDRESSES]]
 
     def _local(self) -> list[Address]:
         """Those of them that are of this machine."""

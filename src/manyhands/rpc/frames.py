@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.base.address import AddressText
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.transport.api import Stream, is_control
@@ -31,7 +32,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec for bytes that do not decode."""
 
 
-Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=64)]
+Addresses = Annotated[list[AddressText], msgspec.Meta(max_length=64)]
 Agent = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 

@@ -38,11 +38,11 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.base.address import Address
+from manyhands.base.address import Address, AddressText
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc.announce import MAX_ADDRESS_TEXT, own_hosts
+from manyhands.rpc.announce import own_hosts
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dial_rules import HeardDials, may_dial_heard
 from manyhands.rpc.dialling import Dialler, Opened
@@ -89,17 +89,13 @@ class PunchRequest(msgspec.Struct, frozen=True):
         places: from which the caller is going to connect, as multiaddrs of IP addresses.
     """
 
-    places: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_PLACES)
-    ]
+    places: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 class PunchResponse(msgspec.Struct, frozen=True):
     """The places from which the target is going to connect."""
 
-    places: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_PLACES)
-    ]
+    places: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 PUNCH = Method("rpc.punch", PunchRequest, PunchResponse)

@@ -22,6 +22,7 @@ from manyhands.transport.api import Delivery
 from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.record_memory import give_back_room, take_room
 from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
+from manyhands.transport.tcp import ENDED, why_ended
 
 THREAD_BYTES = 64 * 1024
 """A receive of at least this size runs on a thread."""
@@ -49,8 +50,6 @@ IDLE_S = 0.2
 """Time without a receive after which the loop watches whether the other end has closed the stream."""
 
 DO_NOT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
-
-ENDED = "connection closed"
 
 
 class SealedStream:
@@ -246,7 +245,7 @@ class SealedStream:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._end(_reason(error))
+            self._end(why_ended(error))
             return
         if num_bytes == 0:
             self._end(ENDED)
@@ -311,7 +310,7 @@ class SealedStream:
         except (BlockingIOError, InterruptedError):
             num_sent = 0
         except OSError as error:
-            self._end(_reason(error))
+            self._end(why_ended(error))
             raise self._lost() from error
         self.bytes_sent += len(plain)
         return record[num_sent:]
@@ -320,7 +319,7 @@ class SealedStream:
         try:
             self._sock.sendall(record)
         except OSError as error:
-            raise _Gone(_reason(error)) from error
+            raise _Gone(why_ended(error)) from error
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
         sealed = take_room(HELD_BACK_BYTES)
@@ -353,7 +352,7 @@ class SealedStream:
                 try:
                     num_bytes = self._sock.recv_into(self._records.room())
                 except OSError as error:
-                    raise _Gone(_reason(error)) from error
+                    raise _Gone(why_ended(error)) from error
                 if num_bytes == 0:
                     raise _Gone(ENDED)
                 self._records.added(num_bytes)
@@ -374,7 +373,7 @@ class SealedStream:
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError as error:
-            self._end(_reason(error))
+            self._end(why_ended(error))
         self._wake()
         self._watch()
 
@@ -408,7 +407,3 @@ class SealedStream:
 
 class _Gone(Exception):
     """The socket failed in a thread, or the other end has closed it."""
-
-
-def _reason(error: OSError) -> str:
-    return f"{ENDED} ({error.strerror or error})"

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 BACKLOG = 128  # connections that the system holds until they are accepted
 
 HEAD_START_S = 0.25
-"""Seconds until the next address of a name is tried too, as RFC 8305 recommends."""
+"""Seconds until the next address of a name or a peer is tried too, as RFC 8305 recommends."""
+
+ENDED = "connection closed"
 
 SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
 
@@ -299,6 +301,11 @@ def plain_host(host: str) -> str:
     """Return an IP address with IPv4 in its own form."""
     ip = ip_of(host)
     return str(ip) if ip.version == 4 else host
+
+
+def why_ended(error: OSError) -> str:
+    """Why a connection has ended, for people."""
+    return f"{ENDED} ({error.strerror or error})"
 
 
 def has_data(sock: socket.socket) -> bool:

@@ -18,13 +18,11 @@ from manyhands.transport.api import MAX_UNREAD_BYTES, Ends
 from manyhands.transport.buffer import SCRATCH_BYTES, ReceiveBuffer
 from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
-from manyhands.transport.tcp import round_trip_s
+from manyhands.transport.tcp import ENDED, round_trip_s, why_ended
 from manyhands.transport.tls_session import TlsEnded, TlsFailed, TlsSession
 
-RECEIVE_BACKLOG_BYTES = 256 * 1024
-SEND_BACKLOG_BYTES = 256 * 1024
-
-ENDED = "connection closed"
+BACKLOG_BYTES = 256 * 1024
+"""Bytes that wait to be taken, and that wait to be sent, before the other end or the caller has to wait."""
 
 
 class TlsStream(Piecewise):
@@ -54,7 +52,7 @@ class TlsStream(Piecewise):
         self._sock = sock
         self._session = session
         self._ciphertext = memoryview(ciphertext)
-        self._buffer = ReceiveBuffer(RECEIVE_BACKLOG_BYTES, self._read_soon)
+        self._buffer = ReceiveBuffer(BACKLOG_BYTES, self._read_soon)
         self._sending = asyncio.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_unsent = 0
@@ -173,9 +171,9 @@ class TlsStream(Piecewise):
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._end(_reason(error))
+            self._end(why_ended(error))
             return
-        if self._num_unsent <= SEND_BACKLOG_BYTES:
+        if self._num_unsent <= BACKLOG_BYTES:
             self._room.set()
         else:
             self._room.clear()
@@ -198,7 +196,7 @@ class TlsStream(Piecewise):
             try:
                 self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self._end(_reason(error))
+                self._end(why_ended(error))
         self._read_soon()
 
     # receiving on the loop
@@ -228,7 +226,7 @@ class TlsStream(Piecewise):
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._end(_reason(error))
+            self._end(why_ended(error))
             return
         if num_bytes == 0:
             self._end(ENDED)
@@ -277,7 +275,3 @@ class TlsStream(Piecewise):
         with suppress(OSError):  # it may not be connected any more
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-
-
-def _reason(error: OSError) -> str:
-    return f"{ENDED} ({error.strerror or error})"

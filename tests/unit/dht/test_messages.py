@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.base.address import MAX_ADDRESS_LENGTH, MAX_ADDRESSES
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, MAX_VALUE_BYTES, DhtConfig
 from manyhands.dht.ids import ID_BYTES
 from manyhands.dht.messages import FindRequest, FindResponse, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.records import MAX_KEY_LENGTH, AgedRecord, Record, fault_of
-from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
+from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
 from manyhands.rpc.frames import MAX_FRAME_BYTES
 from tests.unit.dht.examples import ALICE, contact, open_record, owned_record

@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import Unavailable
-from manyhands.rpc.address_book import MAX_ADDRESSES_PER_PEER, AddressBook, AddressSource
+from manyhands.rpc.address_book import MAX_ADDRESSES, AddressBook, AddressSource
 from manyhands.rpc.backoff import FIRST_S, MOST_S, Backoff
 from tests.network import identity_of
 
@@ -52,7 +52,7 @@ def test_a_liar_pushes_out_no_address_that_works() -> None:
     for number in range(100):
         book.learn(PEER, [address(100 + number)], AddressSource.HEARSAY)
     assert book.addresses_of(PEER)[:2] == [address(1), address(2)]
-    assert len(book.addresses_of(PEER)) == MAX_ADDRESSES_PER_PEER
+    assert len(book.addresses_of(PEER)) == MAX_ADDRESSES
 
 
 def test_hearsay_of_many_peers_pushes_out_no_peer_that_was_reached() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
-from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, own_hosts, seen_from_outside
+from manyhands.rpc.announce import MAX_ADDRESSES, check_announced, dialable_addresses, own_hosts, seen_from_outside
 from manyhands.rpc.dial_rules import may_dial_heard
 from manyhands.transport import tcp
 from tests.network import identity_of
@@ -153,7 +153,7 @@ def test_an_announced_address_with_another_peer_id_gets_that_of_its_peer() -> No
 
 
 def test_announced_addresses_are_limited_in_number() -> None:
-    assert len(seen([f"/ip4/198.51.100.1/tcp/{port}" for port in range(1, 100)], "")) == MAX_ANNOUNCED
+    assert len(seen([f"/ip4/198.51.100.1/tcp/{port}" for port in range(1, 100)], "")) == MAX_ADDRESSES
 
 
 @given(st.lists(st.text(max_size=60), max_size=10), st.sampled_from(["", "127.0.0.1", "203.0.113.7", "2001:db8::1"]))

@@ -40,7 +40,6 @@ from manyhands.averaging.matchmaking.patience import ask_s
 from manyhands.averaging.messages import (
     CALL,
     JOIN,
-    MAX_ADDRESSES,
     MAX_CLIENTS_MET,
     NAME_BYTES,
     CallRequest,
@@ -55,6 +54,7 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S, SOON_S, TWO_ANSWERS_S
+from manyhands.base.address import MAX_ADDRESSES
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, PeerError, Refused, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
