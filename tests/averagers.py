@@ -14,7 +14,7 @@ import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.peer import Presence
 from manyhands.testing.blocking import SimPeer, run_blocking
-from manyhands.transport import MemoryNetwork
+from tests.memory_transport import MemoryNetwork
 from tests.network import LOOPBACK, transport_of
 from tests.smaller import smaller
 

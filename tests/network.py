@@ -16,7 +16,8 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import CONTROL, Frame, Hello, Welcome, receive_frame, send_frame
-from manyhands.transport import ControlStream, MemoryNetwork, MemoryTransport, TlsTransport, Transport
+from manyhands.transport import ControlStream, TlsTransport, Transport
+from tests.memory_transport import MemoryNetwork, MemoryTransport
 from tests.wire import WatchedEndpoint
 
 PATIENCE_S = 20.0

@@ -21,9 +21,10 @@ from manyhands.dht.messages import FIND, PING, STORE, FindRequest, FindResponse,
 from manyhands.dht.records import AgedRecord, Record
 from manyhands.dht.storage import Storage
 from manyhands.rpc import Endpoint
-from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport, Transport
+from manyhands.transport import TlsTransport, Transport
 from tests.dht_requests import records_at, store_at
 from tests.intercepted import InterceptedEndpoint
+from tests.memory_transport import MemoryNetwork, MemoryTransport
 from tests.unit.dht.examples import WALL_NOW, open_record
 
 TTL_S = 60.0

@@ -17,8 +17,8 @@ from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
-from manyhands.transport import MemoryNetwork
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
+from tests.memory_transport import MemoryNetwork
 from tests.network import PATIENCE_S, until
 from tests.phases import around_rounds, change_first_vote
 

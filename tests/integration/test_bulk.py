@@ -19,8 +19,8 @@ from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import MAX_STRIPES, Hello, Stripe, Welcome, receive_frame, send_frame
 from manyhands.rpc.striping import BLOCK_BYTES, MAX_INCOMPLETE, StripedStream, num_stripes
 from manyhands.transport import Stream
-from manyhands.transport.memory import MemoryStream
 from tests.machine import Machine
+from tests.memory_transport import MemoryStream
 from tests.network import ECHO, KINDS, PATIENCE_S, Text, endpoints, identity_of, serve_echo, transport_of, until
 
 

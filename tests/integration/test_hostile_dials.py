@@ -15,8 +15,8 @@ from manyhands.base.errors import DialFailed, DialReason, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.rpc.announce import ANNOUNCE, Announcement
-from manyhands.transport import MemoryNetwork, MemoryTransport, tcp
-from manyhands.transport.memory import MemoryStream
+from manyhands.transport import tcp
+from tests.memory_transport import MemoryNetwork, MemoryStream, MemoryTransport
 from tests.network import ECHO, Text, endpoints, identity_of, serve_echo
 from tests.wire import WatchedEndpoint
 

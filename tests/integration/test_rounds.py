@@ -44,8 +44,8 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
-from manyhands.transport.memory import MemoryStream
 from tests.integration.test_liars import send_instead
+from tests.memory_transport import MemoryStream
 from tests.network import PATIENCE_S
 from tests.phases import (
     around_connects,

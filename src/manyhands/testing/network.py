@@ -20,11 +20,11 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.testing.host import Host
 from manyhands.testing.links import Link, Pipe
+from manyhands.testing.relayed import RelayedInProcess
 from manyhands.testing.stream import SimStream
 from manyhands.testing.trace import Trace
 from manyhands.testing.virtual_loop import VirtualLoop
 from manyhands.transport.api import Ends, OnStream, Port
-from manyhands.transport.in_process import RelayedInProcess
 
 INSIDE_IP = "192.168.0.2"
 """The address of every host behind a router, as that host sees it."""

@@ -14,7 +14,7 @@ from manyhands.access.lease import SignedLease
 from manyhands.base.ticket import Ticket
 from manyhands.peer import Presence
 from manyhands.state_dir import StateDir
-from manyhands.transport import MemoryNetwork, MemoryTransport
+from tests.memory_transport import MemoryNetwork, MemoryTransport
 from tests.network import LOOPBACK, identity_of
 
 RUN = "ours"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manyhands.averaging.codecs import INT8, NONE, Codec, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
-from manyhands.transport.memory import MemoryStream
+from tests.memory_transport import MemoryStream
 from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 
 

@@ -36,8 +36,8 @@ from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group
 from manyhands.base.errors import PeerLost
 from manyhands.testing.lies import lie_about_means
-from manyhands.transport.memory import MemoryStream
 from tests.liars import forget_values
+from tests.memory_transport import MemoryStream
 from tests.smaller import smaller
 from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of, peer

@@ -15,7 +15,8 @@ from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost,
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import CONTROL, Hello, Ping, Reject, Request, encode_frame, receive_frame
-from manyhands.transport import ControlStream, Listener, MemoryNetwork, MemoryTransport, OnStream, Stream
+from manyhands.transport import ControlStream, Listener, OnStream, Stream
+from tests.memory_transport import MemoryNetwork, MemoryTransport
 from tests.network import (
     ECHO,
     LOOPBACK,

@@ -32,7 +32,7 @@ from manyhands.rpc.frames import (
     readable,
     receive_frame,
 )
-from manyhands.transport.memory import MemoryStream
+from tests.memory_transport import MemoryStream
 from tests.network import PATIENCE_S, identity_of
 
 BODY = msgspec.Raw(msgspec.msgpack.encode({"text": "hi"}))

@@ -11,8 +11,8 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
-from manyhands.transport import MemoryNetwork, MemoryTransport, Stream
-from manyhands.transport.memory import BACKLOG_BYTES
+from manyhands.transport import Stream
+from tests.memory_transport import BACKLOG_BYTES, MemoryNetwork, MemoryTransport
 from tests.network import LOOPBACK, PATIENCE_S, identity_of
 
 

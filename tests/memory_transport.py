@@ -1,4 +1,4 @@
-"""An in-process transport without sockets, for tests."""
+"""A transport without sockets, in one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
 from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
+from manyhands.testing.relayed import RelayedInProcess
 from manyhands.transport.api import MAX_UNREAD_BYTES, Ends, OnStream, Port, Stream
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.chunks import buffer_chunks
-from manyhands.transport.in_process import RelayedInProcess
 from manyhands.transport.piecewise import Piecewise
 
 BACKLOG_BYTES = 256 * 1024
