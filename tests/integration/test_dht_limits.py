@@ -116,7 +116,8 @@ async def test_bulk_calls_that_need_more_requests_than_a_holder_takes_at_once_go
         await swarm.add(config=DhtConfig(refresh_period_s=1000.0, max_requests_per_s_of_peer=22.0))
     keys = [f"key-{number}" for number in range(100)]  # ten requests each, of six nodes, which take 110 at once
     num_holders = await swarm.nodes[0].store_many([Entry(key, key, TTL_S) for key in keys])
-    assert min(num_holders) >= 3, "two of five may be slow at a time; upkeep gives them the record"
+    assert sum(num < 5 for num in num_holders) < 20, "a holder that is slow is passed over; upkeep gives it the record"
+    assert min(num_holders) >= 3, "a majority"
     found = await swarm.nodes[5].get_many(keys)
     assert [key for key in keys if not found[key]] == []
     assert sum(endpoint.counters["dht_requests_refused"] for endpoint in swarm.endpoints), "else this shows nothing"

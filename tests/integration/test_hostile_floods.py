@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.base.errors import PeerLost
 from manyhands.base.rate import BURST_S
+from manyhands.rpc import Method
 from manyhands.rpc.frames import (
     CallFailure,
     Cancel,
@@ -22,7 +23,7 @@ from manyhands.rpc.frames import (
     send_frame,
 )
 from tests.integration.siege import KINDS, ended, request, siege
-from tests.network import identity_of, next_frame
+from tests.network import Text, identity_of, next_frame
 from tests.sweeps import few_of
 
 CALLS_PER_S = 600.0
@@ -109,12 +110,19 @@ async def test_calls_of_one_peer_have_a_rate_over_all_of_its_connections(
         await scene.served(5)
 
 
+LONG_ANSWER = Method("test.long", Text, Text)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_peer_that_reads_no_answers_is_refused_more_of_them(kind: str) -> None:
-    """They would fill the memory; others are served meanwhile."""
+    """Small questions with large answers would fill the memory; others are served meanwhile."""
     async with siege(kind) as scene:
+        scene.there.handle(LONG_ANSWER, lambda remote, request: Text("x" * 200_000))
         stream = await scene.connect()
-        for number in range(200):  # 40 MB
-            await stream.send(encode_frame(request(number, "x" * 200_000)))
-        await scene.counted("refused_busy", 1)
+        for number in range(150):  # 30 MB
+            await send_frame(stream, request(number, method=LONG_ANSWER.name))
         await scene.served(5)
+        answer = None
+        while not isinstance(answer, CallFailure):
+            answer = await next_frame(stream, Response | CallFailure)
+        assert answer.message == "too many unread answers"

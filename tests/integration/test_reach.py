@@ -116,7 +116,7 @@ async def test_a_peer_that_asks_too_often_to_be_dialled_back_is_refused() -> Non
     async with two_peers() as (asked, caller):
         for _ in range(BURST_OF_SOURCE):
             await dialled(caller, caller.addresses[0])
-        with pytest.raises(Refused, match="too many requests to dial back; ask again in 10 s") as refused:
+        with pytest.raises(Refused, match="too many requests to dial back; ask again in some seconds") as refused:
             await dialled(caller, caller.addresses[0])
         assert refused.value.code == "busy"
         assert asked.endpoint.counters["refused_dial_backs"] == 1

@@ -219,6 +219,26 @@ def test_a_server_has_the_files_of_the_index_and_nothing_else(shards: Path) -> N
             assert get(path)[0] == 404, path
 
 
+def test_a_server_logs_nothing_that_a_stranger_has_written(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with serving(shards) as address, closing(HTTPConnection(*address, timeout=5.0)) as client:
+        for headers in ({"Range": "bytes=0-\x1b[2J"}, {"X-Forwarded-For": "8.8.8.8"}, {"Range": "bytes=5-"}):
+            client.request("GET", "/index.json", headers=headers)
+            client.getresponse().read()
+    assert [record.getMessage() for record in caplog.records] == [
+        "127.0.0.1 fetches index.json", "127.0.0.1 fetches index.json", "127.0.0.1 fetches index.json (bytes=5-)",
+    ]  # fmt: skip
+
+
+def test_a_server_says_that_a_file_is_gone(shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    with serving(tmp_path / "shards") as address, closing(HTTPConnection(*address, timeout=5.0)) as client:
+        (tmp_path / "shards" / "tokenizer.json").unlink()
+        client.request("GET", "/tokenizer.json")
+        assert client.getresponse().status == 404
+    assert "127.0.0.1 asks for tokenizer.json, which is gone or cannot be read" in caplog.text
+
+
 def test_a_server_closes_connections_that_ask_for_nothing(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "REQUEST_TIMEOUT_S", 0.1)
     with (

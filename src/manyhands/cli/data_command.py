@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from manyhands.base.errors import MissingExtra
+from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.output.live_view import waiting
 from manyhands.cli.output.logs import log_to_stdout
 from manyhands.cli.taking_part import require_albert
@@ -95,10 +96,11 @@ def serve(
 
         manyhands data serve data/shards
     """
-    if importlib.util.find_spec("uvicorn") is None:
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise MissingExtra("serving data", "data")
     require_albert()
     log_to_stdout(verbose=False)
+    raise_open_files_limit()  # each trainer takes two
     from manyhands.recipes.albert.data.serving import serve as serve_folder
 
     serve_folder(folder, listen)

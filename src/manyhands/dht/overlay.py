@@ -240,7 +240,7 @@ class Overlay:
             seeds,
             own_id=own_id,
             k=config.k,
-            alpha=max(config.alpha, num) if is_for_holders else config.alpha,  # all of these are asked in any case
+            alpha=max(config.alpha, num) if is_for_holders else config.alpha,  # fewer turns
             num=num,
             is_client=self.is_client(),
             network_of=self._network_of_contact if is_for_holders else None,

@@ -30,8 +30,18 @@ async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], ot
             return None
         return (before + wall_clock()) / 2 - answer.wall_time_s
 
-    offsets = await asyncio.gather(*map(of, others[:CLOCKS_ASKED]))
-    told = [offset for offset in offsets if offset is not None]
+    asking = [asyncio.ensure_future(of(peer_id)) for peer_id in others[:CLOCKS_ASKED]]
+    told: list[float] = []
+    try:
+        for answering in asyncio.as_completed(asking):
+            if (offset := await answering) is not None:
+                told.append(offset)
+            if 2 * len(told) > len(asking):  # those that are silent need not be waited for
+                break
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
     return middle_of(told) if told else None
 
 

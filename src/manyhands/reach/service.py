@@ -94,7 +94,7 @@ class Reach:
         if self._num_under_way >= MAX_UNDER_WAY:
             self._refuse("this peer is dialling back for others; ask again in a few seconds")
         if not self._requests.take(source_of(host), asyncio.get_running_loop().time()):
-            self._refuse("too many requests to dial back; ask again in 10 s")
+            self._refuse("too many requests to dial back; ask again in some seconds")
         self._endpoint.counters["dial_backs"] += 1
         self._num_under_way += 1
         try:

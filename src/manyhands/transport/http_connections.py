@@ -1,4 +1,7 @@
-"""Limits of HTTP connections of strangers: their number, in all and by address, and how long they may be silent."""
+"""Limits of HTTP connections of strangers: their number, in all and by address, and how long they may be silent.
+
+Needs uvicorn, of the extras ``web`` and ``data``.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from manyhands.transport.admission import source_of
 
 MAX_CONNECTIONS = 1100
-"""Most open connections: :data:`manyhands.monitor.web.app.MAX_STREAMS`, and room for short requests beside them."""
+"""Most open connections: a thousand pages that stay open, and room for short requests beside them."""
 MAX_CONNECTIONS_PER_ADDRESS = 256
-"""Most open connections from one public address, or one /64 of IPv6: a quarter of all. A browser has one to six. Other
-addresses have no limit of their own, as a reverse proxy makes all connections from one."""
+"""Most open connections from one public address, or one /64 of IPv6: a quarter of all. A browser has one to six, a
+trainer one. Other addresses have no limit of their own, as a reverse proxy makes all connections from one."""
 REQUEST_TIMEOUT_S = 10.0
 """Longest time in seconds for the head of a request, from the connection or the first byte after an answer."""
 UNREAD_TIMEOUT_S = 30.0
-"""A browser that reads nothing for this many seconds, although there is something to read, is disconnected."""
+"""A client that reads nothing for this many seconds, although there is something to read, is disconnected."""
 
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 22\r\nRetry-After: 10\r\n"

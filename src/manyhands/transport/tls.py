@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.5  # after an error, such as when the system has no sockets left
 
+TELL_FULL_PERIOD_S = 60.0  # least time between two warnings of that
+
 READ_BYTES = 1 << 14
 """Most bytes received in one call. In each direction of a session, OpenSSL keeps memory for the most bytes that ever
 waited there."""
@@ -52,7 +55,7 @@ class TlsListener:
         self._silent: dict[socket.socket, str] = {}
         self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
-        self._is_failing = False  # and that was told
+        self._told_full_at = -math.inf  # loop time
         for sock in sockets:
             self._resume(sock)
 
@@ -71,16 +74,15 @@ class TlsListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            if not self._is_failing:
+            if loop.time() >= self._told_full_at + TELL_FULL_PERIOD_S:
+                self._told_full_at = loop.time()
                 logger.warning(
                     "Cannot accept connections: %s; trying again each %.3g s. If too many files are open, raise their "
                     "limit (ulimit -n)", error.strerror, ACCEPT_PAUSE_S,
                 )  # fmt: skip
-            self._is_failing = True
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
-        self._is_failing = False
         if not self._admission.is_within_rate(host, loop.time()):
             logger.debug("too many handshakes a second from %s", host)
             sock.close()

@@ -67,3 +67,10 @@ def test_senders_that_owe_nothing_are_forgotten() -> None:
     for number in range(100 * MIN_SENDERS):
         assert buckets.take(str(number), float(number))
     assert len(buckets) <= 2 * MIN_SENDERS
+
+
+def test_senders_that_are_refused_by_the_limit_of_all_are_not_remembered() -> None:
+    each = Buckets(0.1, 1)
+    buckets = SharedBuckets(each, Buckets(1.0, 3))
+    assert sum(buckets.take(str(number), 0.001 * number) for number in range(10_000)) == 3 + 9
+    assert len(each) <= 2 * MIN_SENDERS

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.errors import Unavailable
-from manyhands.rpc.address_book import MAX_ADDRESSES, AddressBook, AddressSource
+from manyhands.rpc.address_book import AddressBook, AddressSource
 from manyhands.rpc.backoff import FIRST_S, MOST_S, Backoff
 from tests.network import identity_of
 

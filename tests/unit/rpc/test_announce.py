@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.base.address import Address
+from manyhands.base.address import MAX_ADDRESSES, Address
 from manyhands.base.errors import ConfigError
-from manyhands.rpc.announce import MAX_ADDRESSES, check_announced, dialable_addresses, own_hosts, seen_from_outside
+from manyhands.rpc.announce import check_announced, dialable_addresses, own_hosts, seen_from_outside
 from manyhands.rpc.dial_rules import may_dial_heard
 from manyhands.transport import tcp
 from tests.network import identity_of

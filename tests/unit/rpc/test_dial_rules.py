@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.rpc.dial_rules import may_dial, may_dial_heard
+from manyhands.rpc.dial_rules import HEARD_BURST, HeardDials, may_dial, may_dial_heard
 
 LOOPBACK, LAN, CGNAT, PUBLIC, OTHER = "127.0.0.1", "192.168.1.7", "100.64.0.3", "8.8.8.8", "1.1.1.1"
 IPS = st.ip_addresses().map(str)
@@ -90,3 +90,12 @@ def test_a_peer_that_does_not_know_yet_where_it_is_finds_those_it_knew() -> None
     assert may_dial_heard(LOOPBACK, 31337, [])
     assert not may_dial_heard(LOOPBACK, 22, [])
     assert not may_dial_heard("169.254.169.254", 31337, [])
+
+
+def test_peers_that_are_found_on_this_machine_leave_the_limits_as_they_are() -> None:
+    dials = HeardDials({LOOPBACK})
+    for _ in range(2000):
+        dials.found(LOOPBACK)
+    hosts = [f"8.8.{number // 250}.{number % 250}" for number in range(HEARD_BURST + 1)]
+    refusals = [dials.refusal(host, 31337, "", 0.0) for host in hosts]
+    assert [bool(refusal) for refusal in refusals] == [False] * HEARD_BURST + [True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import socket
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from manyhands.transport.http_connections import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
+RANGE = re.compile(r"bytes=\d{0,15}-\d{0,15}")
 ALL_INTERFACES = ("::", "0.0.0.0")
 
 
@@ -47,9 +50,12 @@ def application(folder: Path) -> Starlette:
         name = request.path_params["name"]
         if name not in names:
             raise HTTPException(404)
-        part = request.headers.get("Range")
         host = request.client.host if request.client is not None else "somebody"
-        logger.info("%s fetches %s%s", host, name, f" ({part})" if part else "")
+        part = RANGE.fullmatch(request.headers.get("Range", ""))  # nothing else of a stranger comes into the log
+        if not os.access(folder / name, os.R_OK):
+            logger.warning("%s asks for %s, which is gone or cannot be read", host, name)
+            raise HTTPException(404)
+        logger.info("%s fetches %s%s", host, name, f" ({part[0]})" if part else "")
         return FileResponse(folder / name)
 
     return Starlette(routes=[Route("/{name}", send)])
@@ -70,6 +76,7 @@ def server_of(folder: Path) -> uvicorn.Server:
         log_level=logging.CRITICAL,  # mistakes of clients are not worth a line
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # the log names who connects
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
