@@ -116,11 +116,13 @@ async def test_bulk_calls_that_need_more_requests_than_a_holder_takes_at_once_go
         await swarm.add(config=DhtConfig(refresh_period_s=1000.0, max_requests_per_s_of_peer=22.0))
     keys = [f"key-{number}" for number in range(100)]  # ten requests each, of six nodes, which take 110 at once
     num_holders = await swarm.nodes[0].store_many([Entry(key, key, TTL_S) for key in keys])
-    assert sum(num < 5 for num in num_holders) < 20, "a holder that is slow is passed over; upkeep gives it the record"
-    assert min(num_holders) >= 3, "a majority"
+    assert min(num_holders) >= 3, "a majority: a holder that is slow is passed over"
     found = await swarm.nodes[5].get_many(keys)
     assert [key for key in keys if not found[key]] == []
     assert sum(endpoint.counters["dht_requests_refused"] for endpoint in swarm.endpoints), "else this shows nothing"
+    for node in swarm.nodes:
+        await node.refresh()
+    assert sum(node.num_records for node in swarm.nodes) >= 5 * len(keys), "those that were passed over have it now"
 
 
 async def test_a_newcomer_is_given_more_records_than_it_takes_requests_at_once(swarm: Swarm) -> None:

@@ -24,10 +24,11 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.data import fetching
 from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of, index_url, read_index
-from manyhands.recipes.albert.data.serving import server_of
+from manyhands.recipes.albert.data.serving import application
 from manyhands.recipes.albert.data.shard_stream import HostedData, ShardStream
 from manyhands.recipes.albert.data.shards import Shard
 from manyhands.transport import http_connections
+from manyhands.transport.http_connections import bounded_server
 from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
 from tests.waiting import wait_until
 
@@ -190,7 +191,7 @@ def test_a_mirror_that_is_too_slow_is_left(
 @contextmanager
 def serving(shards: Path) -> Iterator[tuple[str, int]]:
     """The server of ``manyhands data serve``; its host and port."""
-    server = server_of(shards)
+    server = bounded_server(application(shards))
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()

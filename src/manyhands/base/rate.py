@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BURST_S = 5.0
-"""A sender that was quiet may send this many seconds' worth of requests at once, unless more is allowed."""
+"""A sender that was quiet may send this many seconds' worth of requests at once, unless a burst is given."""
 
 MIN_SENDERS = 64
 """Senders without debt are not dropped before there are this many senders, or twice as many as after the last time."""

@@ -111,8 +111,11 @@ class HeardDials:
         """
         if not may_dial_heard(host, port, self.own_hosts, sayer):
             return f"{host}, port {port}, is neither on the internet nor in a network of this peer"
-        is_allowed = ip_of(host).is_loopback or self._dials.take(source_of(host), now)
-        return "" if is_allowed else f"too many dials to {host}, or to all that others name, have failed; tried later"
+        if ip_of(host).is_loopback:
+            return ""
+        if not self._dials.take(source_of(host), now):
+            return f"too many dials to {host}, or to all that others name, have failed; it is tried again later"
+        return ""
 
     def found(self, host: str) -> None:
         """Do not count a dial, as it found the peer."""

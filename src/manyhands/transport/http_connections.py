@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
+from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from manyhands.transport.admission import source_of
@@ -87,6 +90,23 @@ class BoundedProtocol(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+
+def bounded_server(app: Any) -> uvicorn.Server:
+    """A server of an ASGI application with these limits, which logs nothing itself; it needs a socket."""
+    config = uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.CRITICAL,  # mistakes of clients are not worth a line
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # who connects is who connects, whatever a header says
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
 
 
 def public_source(client: tuple[str, int] | None) -> str | None:

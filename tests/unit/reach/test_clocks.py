@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from collections.abc import Callable
 
 import pytest
 
+from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
-from manyhands.reach.clocks import clock_offset_s, middle_of
-from manyhands.reach.messages import ExamineResponse
-from manyhands.rpc import Endpoint
+from manyhands.reach.clocks import CLOCK_TIMEOUT_S, clock_offset_s, middle_of
+from manyhands.reach.messages import EXAMINE, ExamineRequest, ExamineResponse
+from tests.network import endpoints
 
 
 @pytest.mark.parametrize(
@@ -28,20 +29,17 @@ def test_a_clock_is_wrong_only_if_more_than_half_of_the_others_say_so(offsets: l
     assert middle_of(offsets) == middle
 
 
-class Answering:
-    """An endpoint that knows seven peers, of which some answer at once and the others never."""
-
-    def __init__(self, clocks: dict[PeerId, float]) -> None:
-        self._clocks = clocks
-
-    async def call(self, peer_id: PeerId, *_: Any) -> ExamineResponse:
-        if peer_id not in self._clocks:
-            await asyncio.Event().wait()
-        return ExamineResponse(self._clocks[peer_id], "", 0, "")
-
-
 async def test_a_majority_of_answers_is_enough_and_silent_peers_are_not_waited_for() -> None:
-    peers = [PeerId(f"peer{number}") for number in range(7)]
-    endpoint = Answering({peers[0]: 10.0, peers[2]: 100.0, peers[4]: 100.5, peers[6]: 101.0})
-    offset_s = await asyncio.wait_for(clock_offset_s(cast(Endpoint, endpoint), lambda: 100.0, peers), 1.0)
-    assert offset_s == 0.0
+    async def say_nothing(remote: PeerId, request: ExamineRequest) -> ExamineResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody waits for this answer")
+
+    def say(wall_time_s: float) -> Callable[[PeerId, ExamineRequest], ExamineResponse]:
+        return lambda remote, request: ExamineResponse(wall_time_s, "", 0, "")
+
+    async with endpoints(8) as (own, *others):
+        for other, handler in zip(others, [say(10.0), say_nothing, say(100.0), say_nothing] * 2, strict=False):
+            other.handle(EXAMINE, handler)
+        peers = [other.peer_id for other in others]
+        async with time_limit(CLOCK_TIMEOUT_S / 2, "for a majority of the clocks"):
+            assert await clock_offset_s(own, lambda: 100.0, peers) == 0.0

@@ -7,8 +7,6 @@ import logging
 import socket
 import threading
 
-import uvicorn
-
 from manyhands.base.text import reason_of
 from manyhands.monitor.web.address import is_loopback, url_of
 from manyhands.monitor.web.app import Api
@@ -16,7 +14,7 @@ from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.update_stream import UpdateStream
 from manyhands.runtime import TaskOwner
-from manyhands.transport.http_connections import BoundedProtocol
+from manyhands.transport.http_connections import bounded_server
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +38,8 @@ class PageServer:
         self._is_loopback = is_loopback(bound)
         page = page_files(has_model=fill is not None, join=join)
         self._stream = UpdateStream(source, page.version)
-        config = uvicorn.Config(
-            Api(source, self._stream, page, fill).app(is_loopback=self._is_loopback),
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=logging.CRITICAL,  # mistakes of browsers are not worth a line
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
+        api = Api(source, self._stream, page, fill)
+        self._server = bounded_server(api.app(is_loopback=self._is_loopback))
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._main, name="manyhands page", daemon=True)
 

@@ -8,7 +8,6 @@ import re
 import socket
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import INDEX
 from manyhands.recipes.albert.data.fetching import files_of, read_index
-from manyhands.transport.http_connections import BoundedProtocol
+from manyhands.transport.http_connections import bounded_server
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +60,6 @@ def application(folder: Path) -> Starlette:
     return Starlette(routes=[Route("/{name}", send)])
 
 
-def server_of(folder: Path) -> uvicorn.Server:
-    """A server of :func:`application` with limits of connections; it needs a socket.
-
-    Raises:
-        ConfigError: as there.
-    """
-    config = uvicorn.Config(
-        application(folder),
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=logging.CRITICAL,  # mistakes of clients are not worth a line
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,  # the log names who connects
-        timeout_graceful_shutdown=1,
-    )
-    return uvicorn.Server(config)
-
-
 def serve(folder: Path, listen: str) -> None:
     """Serve until Ctrl-C.
 
@@ -89,7 +67,7 @@ def serve(folder: Path, listen: str) -> None:
         ConfigError: the folder has no shards, or the port cannot be used.
         KeyboardInterrupt: at the end.
     """
-    server = server_of(folder)
+    server = bounded_server(application(folder))
     address = Address.parse_listen(listen)
     family = socket.AF_INET6 if address.protocol.endswith("6") else socket.AF_INET
     is_for_all = address.host == "::" and socket.has_dualstack_ipv6()
